@@ -1,14 +1,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,88 +16,64 @@ from deltachain.publish import Publisher
 from deltachain.store import open_store
 from tests.support.models import TinyModel, train_
 from tests.support.values import eventually
-from tests.unit.cli.support import Pushed, invoke, ok, write_checkpoint
+from tests.unit.cli.support import Pushed, invoke, ok, refused, running, write_checkpoint
+from tests.unit.control.replicas import status
 from tests.unit.dashboard.reports import chain_of
 
 HOUR = 3600.0
 ESCAPES = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>"
 
 
-@contextmanager
-def running(board: Path, *words: object) -> Iterator[subprocess.Popen[str]]:
-    """A command that follows, with its presence at a board."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deltachain", *map(str, words)],
-        env=os.environ | {"DELTACHAIN_PRESENCE_URL": str(board)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
 def record_of(board: Path) -> Path:
     """The only record, as soon as it is there."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        found = [*board.glob("*.json")]
-        if found:
-            return found[0]
-        time.sleep(0.02)
-    raise AssertionError("no presence was written")
+    eventually(lambda: [*board.glob("*.json")])
+    (file,) = board.glob("*.json")
+    return file
 
 
-def rows(board: Path, *words: object) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = invoke(
-        "fleet", "status", "--json", "--presence", board, *words
-    ).document["replicas"]
+def rows(board: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = invoke("fleet", "status", "--json", "--presence", board).document[
+        "replicas"
+    ]
     return found
 
 
 def test_a_follower_that_is_killed_is_silent(pushed: Pushed, tmp_path: Path) -> None:
     board, out = tmp_path / "replicas", tmp_path / "out"
-    with running(board, "follow", pushed.url, "--out", out, "--poll", "0.1", "--json") as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["version"] == len(pushed.states) - 1
+    words = ("follow", pushed.url, "--out", out, "--poll", "0.1", "--json")
+    with running(*words, DELTACHAIN_PRESENCE_URL=board) as follower:
+        assert json.loads(follower.line())["version"] == len(pushed.states) - 1
         file = record_of(board)
         (row,) = rows(board)
         assert row["software"] == "follow"
         assert row["health"] in ("ready", "not ready")  # it may have written before it applied
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        follower.end(signal.SIGKILL)
     before = time.time() - HOUR  # an hour passes
     os.utime(file, (before, before))
     (row,) = rows(board)
     assert row["health"] == "silent"
-    shown = invoke("fleet", "status", "--presence", board)
-    assert shown.code == 7
+    shown = refused("fleet", "status", "--presence", board, code=7)
     assert "silent" in shown.stdout
     assert "has not written its presence for 3600 s" in shown.stdout.replace("\n", " ")
 
 
-@pytest.mark.full
-def test_a_follower_that_ends_takes_its_presence_away(pushed: Pushed, tmp_path: Path) -> None:
-    board = tmp_path / "replicas"
-    with running(board, "follow", pushed.url, "--out", tmp_path / "out") as process:
-        record_of(board)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    assert [*board.glob("*.json")] == []
-
-
-def test_a_mirror_shows_itself(pushed: Pushed, tmp_path: Path) -> None:
-    board, copy = tmp_path / "replicas", tmp_path / "copy"
-    with running(board, "mirror", pushed.url, copy, "--follow", "--json") as process:
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [
+        pytest.param(("follow", "--out"), signal.SIGTERM, 0, marks=pytest.mark.full),
+        (("mirror", "--follow"), signal.SIGINT, 130),
+    ],
+)
+def test_who_ends_takes_its_presence_away(
+    pushed: Pushed, tmp_path: Path, words: tuple[str, str], number: signal.Signals, code: int
+) -> None:
+    board, (command, option) = tmp_path / "replicas", words
+    place = (command, pushed.url, option, tmp_path / "out")
+    with running(*place, DELTACHAIN_PRESENCE_URL=board) as follower:
         record_of(board)
         (row,) = rows(board)
-        assert row["software"] == "mirror"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert row["software"] == command
+        assert follower.end(number).code == code
     assert [*board.glob("*.json")] == []
 
 
@@ -107,8 +83,8 @@ def test_an_error_that_ends_a_follower_is_told_by_its_record(
     board, out, other = tmp_path / "replicas", tmp_path / "out", tmp_path / "other"
     ok("pull", pushed.url, "--out", out)
     ok("push", write_checkpoint(tmp_path / "model", pushed.states[0]), other)
-    with running(board, "follow", other, "--out", out) as process:
-        assert process.wait(60) != 0
+    with running("follow", other, "--out", out, DELTACHAIN_PRESENCE_URL=board) as follower:
+        assert follower.process.wait(60) != 0
     (row,) = rows(board)
     assert row["health"] == "failed"
     assert "it ended" in str(row["why"])
@@ -134,9 +110,8 @@ def test_a_presence_inside_the_chain_is_refused(
 ) -> None:
     monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", f"{pushed.url}{place}")
     named = [word.format(chain=pushed.url, out=tmp_path / "out") for word in words]
-    refused = invoke(*named)
-    assert refused.code == 2
-    assert f"the chain {pushed.url}" in refused.stderr.replace("\n", "")
+    done = refused(*named, code=2)
+    assert f"the chain {pushed.url}" in done.stderr.replace("\n", "")
 
 
 def test_boards_are_named_in_inventories_too(tmp_path: Path) -> None:
@@ -152,42 +127,20 @@ def test_boards_are_named_in_inventories_too(tmp_path: Path) -> None:
 
 
 def test_a_presence_takes_no_orders(tmp_path: Path) -> None:
-    refused = invoke("fleet", "pause", "--presence", tmp_path)
-    assert refused.code == 2
-    assert "takes no pause" in refused.stderr
+    refused("fleet", "pause", "--presence", tmp_path, code=2, said="takes no pause")
 
 
 def test_hostile_records_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    status = {
-        "url": ESCAPES,
-        "chain": ESCAPES,
-        "version": 1,
-        "state": ESCAPES,
-        "staged": None,
-        "head": 1,
-        "lag_versions": 0,
-        "ready": False,
-        "reason": ESCAPES * 99,
-        "following": True,
-        "paused": False,
-        "pinned": False,
-        "poisoned": False,
-        "classes": {},
-        "on_host": {},
-        "ranks": [],
-        "last": None,
-        "trouble": ESCAPES,
-        "engine": ESCAPES,
-        "deltachain": ESCAPES,
-    }
+    texts = ("url", "chain", "state", "trouble", "engine", "deltachain")
+    hostile = dict.fromkeys(texts, ESCAPES) | {"ready": False, "reason": ESCAPES * 99}
+    told = msgspec.to_builtins(status(1, **hostile))
     for name, content in (
-        ("escapes", json.dumps({"presence": 1, "time": 1, "status": status})),
+        ("escapes", json.dumps({"presence": 1, "time": 1, "status": told})),
         ("name", json.dumps({"presence": ESCAPES})),
         ("nested", "[" * 100_000),
     ):
         (tmp_path / f"{name}.json").write_text(content)
-    shown = invoke("fleet", "status", "--presence", tmp_path)
-    assert shown.code == 7
+    shown = refused("fleet", "status", "--presence", tmp_path, code=7)
     assert "\x1b]" not in shown.stdout
     assert "\x07" not in shown.stdout
     assert len(rows(tmp_path)) == 3
@@ -205,22 +158,13 @@ def chain(tmp_path: Path) -> Path:
 @contextmanager
 def dashboard(*words: object, **environment: str) -> Iterator[str]:
     """Address of a dashboard, which is ended with Ctrl-C and then ends by itself."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deltachain", "dashboard", *map(str, words), "--listen", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-    assert process.stderr is not None
-    try:
-        url = process.stderr.readline().split()[-1]
+    with running("dashboard", *words, "--listen", "0", **environment) as process:
+        url = process.error_line().split()[-1]
         httpx.get(url, timeout=60)  # it serves, so it handles Ctrl-C where a shell's job ignores it
         yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
+        done = process.end(signal.SIGINT)
+    assert done.code == 130, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_chain_is_shown_as_it_grows(chain: Path) -> None:
@@ -261,10 +205,7 @@ def test_it_asks_for_the_token_of_the_replicas(chain: Path) -> None:
     ],
 )
 def test_mistakes_are_named_with_a_hint(chain: Path, words: list[str], expected: str) -> None:
-    done = invoke("dashboard", chain, *words)
-    assert done.code == 2
-    assert expected in done.stderr
-    assert "hint" in done.stderr
+    refused("dashboard", chain, *words, code=2, said=(expected, "hint"))
 
 
 @pytest.mark.full
@@ -289,33 +230,24 @@ def test_followers_show_what_they_hold(command: str, tmp_path: Path) -> None:
     chain, model = tmp_path / "chain", TinyModel()
     place = ["--out", tmp_path / "out"] if command == "follow" else [tmp_path / "out", "--follow"]
     words = [command, chain, *place, "--metrics", "0", "--poll", "0.01", "--json"]
-    with Publisher(str(chain)).attach(model, assets={}) as publisher:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deltachain", *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            url = process.stderr.readline().split()[-1]
-            assert process.stdout.readline().startswith("{")
-            train_(model, 1)
-            publisher.publish(step=1)
-            publisher.flush()
-            assert process.stdout.readline().startswith("{")
-            deadline = time.monotonic() + 60
-            while (found := scraped(url))["deltachain_applies_total"] < 2:
-                assert time.monotonic() < deadline
-            assert found["deltachain_version"] == found["deltachain_head_version"] == 1
-            assert (found["deltachain_lag_versions"], found[command]) == (0, 1)
-            assert found["deltachain_last_look_timestamp_seconds"] <= time.time()
-            assert httpx.get(url.replace("/metrics", "/readyz")).status_code == 200
-        finally:
-            process.send_signal(signal.SIGTERM)
-            _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
+    with (
+        Publisher(str(chain)).attach(model, assets={}) as publisher,
+        running(*words) as follower,
+    ):
+        url = follower.error_line().split()[-1]
+        assert follower.line().startswith("{")
+        train_(model, 1)
+        publisher.publish(step=1)
+        publisher.flush()
+        assert follower.line().startswith("{")
+        eventually(lambda: scraped(url)["deltachain_applies_total"] >= 2)
+        found = scraped(url)
+        assert found["deltachain_version"] == found["deltachain_head_version"] == 1
+        assert (found["deltachain_lag_versions"], found[command]) == (0, 1)
+        assert found["deltachain_last_look_timestamp_seconds"] <= time.time()
+        assert httpx.get(url.replace("/metrics", "/readyz")).status_code == 200
+        done = follower.end(signal.SIGTERM)
+    assert done.code == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -329,6 +261,4 @@ def test_a_command_that_ends_by_itself_has_no_metrics(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = invoke(*words)
-    assert refused.code == 2
-    assert "--metrics is for a command that follows" in refused.stderr
+    refused(*words, code=2, said="--metrics is for a command that follows")

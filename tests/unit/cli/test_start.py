@@ -1,19 +1,21 @@
 import errno
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Final
+from typing import Any, Final
 
 import httpx
+import numpy as np
 import pytest
 from rich.cells import cell_len
+from safetensors.numpy import save_file
 
 import deltachain
 from deltachain.chain import identity as mirror_record
@@ -21,13 +23,20 @@ from deltachain.cli import console
 from deltachain.cli import console as c
 from deltachain.cli.app import MEANT, PANELS, explain
 from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
+from deltachain.errors import ConfigError, StoreUnavailableError
+from deltachain.store import calls as outage
+from deltachain.store import open_store
 from tests.unit.cli.support import (
     Done,
     Pushed,
+    Running,
+    contents,
     invoke,
     ok,
     random_state,
     read_checkpoint,
+    refused,
+    running,
     same,
     train,
     write_checkpoint,
@@ -43,61 +52,27 @@ LONG_COMMANDS: dict[str, Words] = {
 }
 
 
-def first_line(process: subprocess.Popen[str], name: str) -> str:
-    """Return the first line of a command, printed once it handles signals."""
-    stream: IO[str] | None = process.stdout if name in ("follow", "mirror") else process.stderr
-    assert stream is not None
-    return stream.readline()
+def first_line(process: Running, name: str) -> str:
+    """The first line of a command, printed once it handles signals."""
+    return process.line() if name in ("follow", "mirror") else process.error_line()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-@pytest.mark.parametrize("name", LONG_COMMANDS)
+@pytest.mark.parametrize("name", [*LONG_COMMANDS, "dashboard that does not serve yet"])
 def test_ctrl_c_is_130_and_sigterm_is_0(
     pushed: Pushed, tmp_path: Path, name: str, number: signal.Signals, code: int
 ) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "deltachain",
-            *map(str, LONG_COMMANDS[name](pushed.url, tmp_path / "new")),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    try:
+    words = LONG_COMMANDS[name.split(maxsplit=1)[0]](pushed.url, tmp_path / "new")
+    with running(*words) as process:
         said = first_line(process, name)
+        if name.startswith("dashboard"):
+            assert "dashboard of" in said
         if name == "dashboard":
             httpx.get(said.split()[-1], timeout=60)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == code, stderr
-    assert "Traceback" not in stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_dashboard_that_does_not_serve_yet_ends_too(
-    pushed: Pushed, number: signal.Signals, code: int
-) -> None:
-    words = LONG_COMMANDS["dashboard"](pushed.url, pushed.url)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deltachain", *map(str, words)], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert "dashboard of" in first_line(process, "dashboard")
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == code, stderr
+        done = process.end(number)
+    assert done.code == code, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 IN_A_WAIT = """
@@ -189,8 +164,10 @@ def test_writers_of_an_unsigned_chain_refuse_a_mirror_and_show_nothing_secret(
     (unsigned / "mirror.json").write_bytes(RECORDS["a record"])
     if command != "sign":
         monkeypatch.delenv("DELTACHAIN_SIGNING_KEY")
+    before = contents(unsigned)
     done = run(command, unsigned)
     assert done.code == 2
+    assert contents(unsigned) == before
     assert "is a mirror of s3://b/x" in done.stderr
     assert CANARY not in done.stderr
     assert len(done.stderr.splitlines()) == 3
@@ -213,17 +190,19 @@ sys.meta_path.insert(0, Missing())
 RUN: Final = "from deltachain.cli import main; main()"
 
 
-def environment() -> dict[str, str]:
-    paths = (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+def python(code: str, *args: object, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, which finds modules in a folder first."""
+    paths = (first, ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths)))}
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
 
 
 def without_torch(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own that cannot import torch."""
-    command = [sys.executable, "-c", HIDE + code, *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    """Run code in a process that cannot import torch."""
+    return python(HIDE + code, *args)
 
 
 LIGHT_COMMANDS: Final = {
@@ -258,26 +237,16 @@ def test_a_fleet_that_is_away_is_not_a_lack_of_torch() -> None:
 
 
 def test_an_agent_pulls_and_waits_for_its_server(pushed: Pushed, tmp_path: Path) -> None:
-    command = ("agent", pushed.url, "--engine", AWAY, "--out", tmp_path / "out")
-    with subprocess.Popen(
-        [sys.executable, "-c", HIDE + RUN, *map(str, command)],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env=environment(),
-    ) as agent:
-        assert agent.stderr is not None
-        line = agent.stderr.readline()
-        agent.terminate()
-    assert "did not answer" in line
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = ("agent", pushed.url, "--engine", AWAY, "--out", tmp_path / "out")
+    with running(*words, PYTHONPATH=paths) as agent:
+        assert "did not answer" in agent.error_line()
 
 
 def test_a_package_needs_no_torch() -> None:
     done = without_torch("import deltachain.control")
     assert done.returncode == 0, done.stderr
-
-
-def test_torch_is_hidden() -> None:
     assert without_torch("import torch").returncode == 1
 
 
@@ -293,11 +262,7 @@ def with_torch(folder: Path, body: str, *args: object) -> subprocess.CompletedPr
     """Run the command line in a process with another torch."""
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(body)
-    there = {**environment(), "PYTHONPATH": f"{folder}{os.pathsep}{environment()['PYTHONPATH']}"}
-    command = [sys.executable, "-c", RUN, *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=there, check=False
-    )
+    return python(RUN, *args, first=str(folder))
 
 
 @pytest.mark.full
@@ -322,10 +287,7 @@ def test_a_torch_that_is_too_old_is_named() -> None:
     code = "import torch\ndel torch.float8_e8m0fnu\ntorch.__version__ = '2.5.1'\n"
     code += "import deltachain\ntry:\n    deltachain.attach\n"
     code += "except deltachain.DeltaChainError as error:\n    print(error)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    done = python(code)
     assert "torch 2.5.1 is older than 2.7" in done.stdout, done.stderr
     assert 'pip install "torch>=2.7"' in done.stdout
 
@@ -370,15 +332,6 @@ def test_cells_are_folded_where_no_column_is_left_to_leave_out() -> None:
     assert all(word in shown for word in ("weights", "layer", "1.25 kB"))
 
 
-COMMANDS = [c.__name__.replace("_", "-") for commands in PANELS.values() for c in commands]
-
-
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["push", "--help"]])
 def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
     code = (
@@ -388,7 +341,9 @@ def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
         "print({'torch', 'numba', 'numpy', 'transformers'} & sys.modules.keys())"
     )
-    assert python(code).strip() == "set()"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.full
@@ -415,22 +370,9 @@ def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, enc
 
 
 def test_a_missing_extra_is_named() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['torch'] = None\n"
-        "from deltachain.cli import main\n"
-        "sys.argv = ['deltachain', 'push', 'x', 'y']\n"
-        "main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = without_torch(RUN, "push", "x", "y")
     assert done.returncode == 2
     assert "pip install 'deltachain[torch]'" in done.stderr
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    shown = ok(command, "--help").stdout
-    assert f"Example: deltachain {command}" in shown
 
 
 def test_version() -> None:
@@ -438,15 +380,10 @@ def test_version() -> None:
 
 
 def test_errors_go_to_stderr_with_their_hint_and_exit_code(tmp_path: Path) -> None:
-    done = invoke("log", "nonsense://bucket/chain")
-    assert (done.code, done.stdout) == (2, "")
-    assert "hint" in done.stderr
-    done = invoke("log", tmp_path / "nothing", "--json")
-    assert (done.code, done.stdout) == (3, "")
-    assert invoke("nonsense").code == 2
-    assert invoke("pull", "x").code == 2
-    done = invoke("inspect", tmp_path / "nothing.safetensors")
-    assert done.code == 3
+    assert refused("log", "nonsense://bucket/chain", code=2, said="hint").stdout == ""
+    refused("inspect", tmp_path / "nothing.safetensors", code=3)
+    refused("nonsense", code=2)
+    refused("pull", "x", code=2)
 
 
 def test_errors_of_the_file_system_are_told_with_a_hint() -> None:
@@ -458,9 +395,7 @@ def test_errors_of_the_file_system_are_told_with_a_hint() -> None:
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
     for args in (["--debug", "log", str(tmp_path)], ["log", str(tmp_path), "--debug"]):
-        done = invoke(*args)
-        assert done.code == 3
-        assert "Traceback" in done.stderr
+        done = refused(*args, code=3, said="Traceback")
         assert "ObjectNotFoundError" in done.stderr.splitlines()[-3]
 
 
@@ -484,26 +419,11 @@ def test_a_version_a_line_while_following(pushed: Pushed, tmp_path: Path) -> Non
     assert ok("follow", pushed.url, "--out", out, "--once", "--json").stdout == ""
 
 
-@contextmanager
-def following(url: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "deltachain", "follow", str(url), "--out", str(out)]
-    process = subprocess.Popen(
-        [*command, "--poll", "0.1", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_following_may_begin_before_the_trainer(pushed: Pushed, tmp_path: Path) -> None:
-    with following(tmp_path / "later", tmp_path / "out") as process:
-        assert process.stdout is not None
+    words = ("follow", tmp_path / "later", "--out", tmp_path / "out", "--poll", "0.1", "--json")
+    with running(*words) as follower:
         ok("push", write_checkpoint(tmp_path / "first", pushed.states[0]), tmp_path / "later")
-        assert '"version": 0' in process.stdout.readline()
+        assert '"version": 0' in follower.line()
 
 
 def test_figures_are_short_and_never_hide_what_is_there() -> None:
@@ -528,9 +448,168 @@ def test_a_time_of_another_year_shows_the_year() -> None:
 
 @pytest.mark.parametrize("word", MEANT)
 def test_a_guessed_command_is_answered_with_ours(word: str) -> None:
-    done = invoke(word, "/mnt/policy")
-    assert done.code == 2
-    assert f"unknown command '{word}'" in done.stderr
+    refused(word, "/mnt/policy", code=2, said=f"unknown command '{word}'")
     ours = set(re.findall(r"`(?:deltachain )?([a-z]+)", MEANT[word])) - {"deltachain"}
     assert ours or "--version" in MEANT[word]
     assert ours <= {function.__name__ for panel in PANELS.values() for function in panel}
+
+
+# Wrong calls: each is told what is wrong with it, and what to do
+
+
+def test_versions_in_the_wrong_order_are_told_as_such(pushed: Pushed) -> None:
+    done = refused("verify", pushed.url, "--from", 3, "--to", 1, code=2, said="hint")
+    assert "version 3, the first to verify, is after version 1" in done.told
+    for more in ((), ("--to", 1)):
+        done = refused("verify", pushed.url, "--from", 9, *more, code=4)
+        assert "version 9 is not committed, head is 3" in done.told
+
+
+@pytest.mark.parametrize("command", ["push", "inspect"])
+def test_a_file_that_is_no_safetensors_file_is_told_as_such(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "tiny", "layers": list(range(20))}))
+    done = refused(command, file, *([tmp_path / "chain"] if command == "push" else []), code=5)
+    assert "not a safetensors file" in done.told
+    assert "name a safetensors file" in done.told
+    assert "publisher" not in done.stderr
+
+
+def test_a_checkpoint_with_an_empty_tensor_is_not_pushed(tmp_path: Path) -> None:
+    """No edge gives any of it, so nobody could pull the chain."""
+    save_file({"a": np.zeros((0, 4)), "b": np.ones(3)}, tmp_path / "model.safetensors")
+    refused("push", tmp_path, tmp_path / "chain", code=2, said=("'a' is empty", "hint"))
+    assert not (tmp_path / "chain").exists()
+
+
+@pytest.mark.parametrize("name", ["b", "ab", "-bucket", "bucket-"])
+def test_a_name_that_no_bucket_has_is_named(name: str) -> None:
+    refused("log", f"s3://{name}/x", code=2, said=(f"'{name}' is no name of a bucket", "3 to 63"))
+
+
+DEAD = "http://127.0.0.1:9"
+OPTIONS: dict[str, Any] = {"key": "key", "secret": "hunter2", "region": "us-east-1"}
+
+
+def test_a_dead_endpoint_is_named_and_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    monkeypatch.setattr(outage.logger, "handlers", [handler])
+    monkeypatch.setattr(outage, "REPORT_S", 0.1)
+    store = open_store("s3://bucket/run", OPTIONS | {"endpoint_url": DEAD, "deadline_s": 1.0})
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError) as caught:
+            store.find("a")
+        for said in (str(caught.value), *told):
+            assert f"nothing answers at {DEAD}" in said
+            assert "hunter2" not in said
+        assert ["trying again for" in said for said in told] == [True]  # once is enough
+    store.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder without new folders")
+def test_a_folder_that_cannot_be_made_is_told_as_such(tmp_path: Path) -> None:
+    done = refused("push", write_checkpoint(tmp_path / "a", random_state()), "/proc/absent", code=3)
+    assert "the folder cannot be created" in done.told
+    assert "deleting" not in done.stderr
+
+
+def test_a_follower_that_ends_before_there_is_a_chain_holds_no_version(tmp_path: Path) -> None:
+    words = ("follow", tmp_path / "chain", "--out", tmp_path / "out", "--poll", "0.1")
+    with running(*words) as follower:
+        waits = follower.error_line()  # and says so
+        done = follower.end(signal.SIGTERM)
+    assert done.code == 0, done.stderr
+    assert "holds no version: the chain had none yet" in waits + done.stderr
+    assert "None" not in waits + done.stderr
+
+
+def test_an_error_of_a_command_with_json_is_json(tmp_path: Path) -> None:
+    done = invoke("log", tmp_path / "absent", "--json")
+    assert (done.code, done.stdout) == (3, "")
+    error = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert (error["type"], error["exit_code"]) == ("ObjectNotFoundError", 3)
+    assert error["hint"]
+    assert "chain.json" in error["message"]
+    assert error["retryable"] is False
+
+
+@pytest.mark.parametrize("command", ["log", "push", "fleet", "keygen"])
+@pytest.mark.parametrize("variable", [("DELTACHAIN_FOLOW", "1"), ("DELTACHAIN_POLL_S", "often")])
+def test_a_mistake_in_the_environment_ends_every_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, variable: tuple[str, str]
+) -> None:
+    monkeypatch.setenv(*variable)
+    more = {"push": ["a", "b"], "fleet": ["status", "http://127.0.0.1:9"]}
+    refused(command, *more.get(command, [tmp_path / "file"]), code=2, said=f"{variable[0]} is")
+    assert list(tmp_path.iterdir()) == []
+    assert ok(command, "--help").stdout
+
+
+def test_the_library_refuses_a_mistake_in_the_environment_too(
+    monkeypatch: pytest.MonkeyPatch, pushed: Pushed, tmp_path: Path
+) -> None:
+    from deltachain import Subscriber  # noqa: PLC0415
+    from deltachain.subscribe.targets.folder import OwnFolder  # noqa: PLC0415
+
+    monkeypatch.setenv("DELTACHAIN_FOLOW", "1")
+    with (
+        pytest.raises(ConfigError, match="DELTACHAIN_FOLOW"),
+        Subscriber(str(pushed.url), OwnFolder(tmp_path / "out")) as subscriber,
+    ):
+        subscriber.update()
+
+
+@pytest.mark.parametrize("command", [c for row in PANELS.values() for c in row])
+def test_help_is_whole_at_80_columns_with_an_example_and_arguments_in_upper_case(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., None]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = command.__name__.replace("_", "-")
+    shown = ok(name, "--help").stdout
+    assert f"Example: deltachain {name}" in shown
+    assert "…" not in shown
+    usage = next(line for line in shown.splitlines() if "Usage" in line)
+    named = usage.split(f" {name} ")[1].split()
+    assert named == [one.upper() for one in named]
+    assert not {"{", "}"} & set(usage)
+
+
+@pytest.mark.parametrize(
+    ("name", "usage"),
+    [
+        ("fleet", "fleet [OPTIONS] VERB [ENGINE...]"),
+        ("mirror", "mirror [OPTIONS] SRC [DST]"),
+        ("inspect", "inspect [OPTIONS] FILE|URL"),
+        ("tag", "tag [OPTIONS] URL [NAME]"),
+        ("agent", "agent [OPTIONS] URL"),
+    ],
+)
+def test_usage_names_arguments_as_the_documents_do(
+    name: str, usage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = next(line for line in ok(name, "--help").stdout.splitlines() if "Usage" in line)
+    assert shown.split(" deltachain ")[1].strip() == usage
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "the option"])
+def test_a_wrong_endpoint_is_given_up_soon_and_its_variable_named(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(outage, "FIRST_S", 0.2)
+    options = OPTIONS | {"deadline_s": 3600.0}
+    if name == "the option":
+        options["endpoint_url"] = DEAD
+    else:
+        monkeypatch.setenv(name, DEAD)
+    store = open_store("s3://bucket/run", options)
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.find("a")
+    where = "of the option" if name == "the option" else f"in {name}"
+    assert f"nothing answers at {DEAD}, the endpoint {where}" in str(caught.value)
+    assert "check host and port of the endpoint" in caught.value.hint
+    store.close()
