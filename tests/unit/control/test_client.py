@@ -204,7 +204,7 @@ STATUS = f"{PREFIX}/status"
 
 
 @contextmanager
-def answering(answer: Callable[[], Any], **settings: float) -> Iterator[ReplicaClient]:
+def answering(answer: Callable[[], Any], **settings: Any) -> Iterator[ReplicaClient]:
     """The client of a server that has nothing but a status."""
     app = FastAPI()
     app.add_api_route(STATUS, answer)

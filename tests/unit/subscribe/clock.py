@@ -12,6 +12,7 @@ class Clock:
     """Waits are counted, and something happens in each of them."""
 
     def __init__(self, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.subscriber = subscriber
         self.waits: list[float] = []
         self.happens: list[Callable[[], object]] = []
         self.stop = Event()
@@ -25,6 +26,6 @@ class Clock:
             self.stop.set()
         return False
 
-    def run(self, subscriber: Subscriber, *, every_version: bool = False) -> list[ApplyReceipt]:
+    def run(self, *, every_version: bool = False) -> list[ApplyReceipt]:
         """Follow until there is nothing left that could happen."""
-        return list(subscriber.follow(stop=self.stop, every_version=every_version))
+        return list(self.subscriber.follow(stop=self.stop, every_version=every_version))

@@ -30,34 +30,28 @@ def subscriber(run: Run) -> Subscriber:
 # The ordinary course
 
 
-def test_versions_are_applied_as_they_are_committed(
-    run: Run, subscriber: Subscriber, clock: Clock
-) -> None:
+def test_versions_are_applied_as_they_are_committed(run: Run, clock: Clock) -> None:
     run.publish(1)
     clock.happens = [lambda: run.publish(2), lambda: run.publish(3, 4, 5)]
-    found = versions(clock.run(subscriber))
+    found = versions(clock.run())
     assert found == [(None, 1), (1, 2), (2, 3), (3, 5)]  # the next, then all that wait
     assert len(clock.waits) == 3
     assert run.matches(run.zeros)
 
 
-def test_every_version_can_be_applied_on_its_own(
-    run: Run, subscriber: Subscriber, clock: Clock
-) -> None:
+def test_every_version_can_be_applied_on_its_own(run: Run, clock: Clock) -> None:
     run.publish(1)
     clock.happens = [lambda: run.publish(2, 3, 4)]
-    found = clock.run(subscriber, every_version=True)
+    found = clock.run(every_version=True)
     assert versions(found) == [(None, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_a_look_at_a_chain_that_stands_still_asks_for_one_thing(
-    run: Run, subscriber: Subscriber, clock: Clock
-) -> None:
+def test_a_look_at_a_chain_that_stands_still_asks_for_one_thing(run: Run, clock: Clock) -> None:
     run.publish(1)
-    subscriber.update()
+    clock.subscriber.update()
     run.faulty.keys_read.clear()
     clock.happens = [nothing] * 5
-    assert clock.run(subscriber) == []
+    assert clock.run() == []
     assert run.faulty.keys_read == []
     assert len(clock.waits) == 6
 
@@ -68,7 +62,7 @@ def test_a_trainer_that_comes_later_is_waited_for(
     subscriber = run.subscribe(run.zeros, on=MemoryStore())
     clock = Clock(subscriber, monkeypatch)
     clock.happens = [nothing] * 2
-    assert clock.run(subscriber) == []
+    assert clock.run() == []
     assert len(clock.waits) == 3
 
 
@@ -170,7 +164,7 @@ def test_a_rollback_in_the_middle_of_a_look_is_not_undone(
     patched = mock.patch.object(subscriber.chain, "find", overtaken)
     patched.start()
     clock.happens = [nothing] * 3
-    assert clock.run(subscriber, every_version=every_version) == []
+    assert clock.run(every_version=every_version) == []
     assert (subscriber.version, subscriber.pinned) == (1, True)
 
 
@@ -190,7 +184,7 @@ def test_a_rollback_while_a_version_is_staged_does_not_poison(
         return staged
 
     monkeypatch.setattr(subscriber, "stage", stage_then_roll_back)
-    assert clock.run(subscriber) == []
+    assert clock.run() == []
     assert not subscriber.poisoned
     assert subscriber.version == 1
     assert run.matches(run.zeros, 1)
@@ -200,7 +194,7 @@ def test_a_rollback_while_a_version_is_staged_does_not_poison(
 
 
 def test_a_store_that_is_down_for_a_while(
-    run: Run, subscriber: Subscriber, clock: Clock, caplog: pytest.LogCaptureFixture
+    run: Run, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.publish(1)
 
@@ -208,15 +202,15 @@ def test_a_store_that_is_down_for_a_while(
         run.faulty.down = True
 
     clock.happens = [go_down, *[nothing] * 4, lambda: run.publish(2), run.faulty.mend]
-    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
+    assert versions(clock.run()) == [(None, 1), (1, 2)]
     assert run.matches(run.zeros)
     assert caplog.text.count("the store is down") == 1  # once, not once a look
-    base = subscriber.poll_s
+    base = clock.subscriber.poll_s
     assert clock.waits[0] < 1.5 * base < clock.waits[4]  # ever more slowly
     assert clock.waits[-1] < 1.5 * base  # and back
 
 
-def test_a_chain_that_is_gone_for_a_while(run: Run, subscriber: Subscriber, clock: Clock) -> None:
+def test_a_chain_that_is_gone_for_a_while(run: Run, clock: Clock) -> None:
     """Its store answers: a folder that is not mounted looks like one where nothing is new."""
     run.publish(1)
     away = copy(run.store)
@@ -227,7 +221,7 @@ def test_a_chain_that_is_gone_for_a_while(run: Run, subscriber: Subscriber, cloc
         run.publish(2)
 
     clock.happens = [lambda: restore(run.store, {}), *[nothing] * (LOOK_BACK + 3), come_back]
-    looks = subscriber.follow(
+    looks = clock.subscriber.follow(
         stop=clock.stop, looked=lambda exc: troubles.append(str(exc) if exc else "")
     )
     assert versions(list(looks)) == [(None, 1), (1, 2)]
@@ -236,22 +230,20 @@ def test_a_chain_that_is_gone_for_a_while(run: Run, subscriber: Subscriber, cloc
     assert troubles[-1] == ""
 
 
-def test_an_object_that_is_corrupt_for_a_while(
-    run: Run, subscriber: Subscriber, clock: Clock
-) -> None:
+def test_an_object_that_is_corrupt_for_a_while(run: Run, clock: Clock) -> None:
     run.publish(1)
     run.faulty.add(
         Fault("corrupt", f"deltas/{2:020d}", times=None),
         Fault("corrupt", "anchors/", nth=2, times=6),
     )
     clock.happens = [lambda: run.publish(2), nothing, run.faulty.mend]
-    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
+    assert versions(clock.run()) == [(None, 1), (1, 2)]
     assert run.matches(run.zeros)
 
 
 @pytest.mark.parametrize("every_version", [False, True])
 def test_an_object_that_stays_corrupt_until_an_anchor_leads_around_it(
-    run: Run, subscriber: Subscriber, clock: Clock, *, every_version: bool
+    run: Run, clock: Clock, *, every_version: bool
 ) -> None:
     run.publish(1)
 
@@ -262,12 +254,12 @@ def test_an_object_that_stays_corrupt_until_an_anchor_leads_around_it(
 
     run.faulty.add(Fault("corrupt", f"deltas/{2:020d}", times=None))
     clock.happens = [lambda: run.publish(2), anchor]
-    found = versions(clock.run(subscriber, every_version=every_version))
+    found = versions(clock.run(every_version=every_version))
     assert (found[0], found[-1][1]) == ((None, 1), 5)
     assert run.matches(run.zeros)
 
 
-def test_a_foreign_write(run: Run, subscriber: Subscriber, clock: Clock) -> None:
+def test_a_foreign_write(run: Run, clock: Clock) -> None:
     run.publish(1)
 
     def scribble() -> None:
@@ -276,16 +268,16 @@ def test_a_foreign_write(run: Run, subscriber: Subscriber, clock: Clock) -> None
         run.publish(2, share=0.5)
 
     clock.happens = [scribble, nothing]
-    assert versions(clock.run(subscriber)) == [(None, 1), (None, 2)]
+    assert versions(clock.run()) == [(None, 1), (None, 2)]
     assert run.matches(run.zeros)
-    assert subscriber.scrub()
+    assert clock.subscriber.scrub()
 
 
 def test_a_swap_that_was_taken_back(
-    run: Run, subscriber: Subscriber, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.publish(1)
-    swap = subscriber.target.swap
+    swap = clock.subscriber.target.swap
     failures = [PartialApplyError("taken back")]
 
     def flaky(patches: Iterator[object], held: object) -> None:
@@ -294,11 +286,11 @@ def test_a_swap_that_was_taken_back(
         swap(patches, held)  # type: ignore[arg-type]
 
     def break_and_publish() -> None:
-        monkeypatch.setattr(subscriber.target, "swap", flaky)
+        monkeypatch.setattr(clock.subscriber.target, "swap", flaky)
         run.publish(2)
 
     clock.happens = [break_and_publish, nothing]
-    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
+    assert versions(clock.run()) == [(None, 1), (1, 2)]
     assert failures == []
     assert run.matches(run.zeros)
 
@@ -311,6 +303,6 @@ def test_a_target_of_another_model_ends_it(run: Run, monkeypatch: pytest.MonkeyP
     subscriber = run.subscribe(plain_model())
     clock = Clock(subscriber, monkeypatch)
     with pytest.raises(TensorMismatchError):
-        clock.run(subscriber)
+        clock.run()
     assert clock.waits == []
     assert ChainMismatchError in NEEDS_A_PERSON

@@ -39,7 +39,7 @@ class Served:
     """A module that holds version 0, and what it follows."""
 
     def __init__(self, url: Path) -> None:
-        self.trained = model()
+        self.trained: Any = model()
         self.publisher = Publisher(str(url)).attach(self.trained)
         self.module: Any = model()
         self.subscriber = Subscriber(str(url), self.module)
@@ -176,7 +176,7 @@ def test_what_others_wrote_is_noticed_by_the_next_update(served: Served) -> None
             served.module[1].weight.add_(1)
         if is_new:
             with torch.no_grad():
-                served.trained[0].weight[0, 0] += 1  # type: ignore[index] # of another tensor
+                served.trained[0].weight[0, 0] += 1  # of another tensor
             served.publisher.publish().result()
         served.subscriber.update()
         assert served.subscriber.version == int(is_new)
@@ -463,14 +463,6 @@ def test_a_wrapped_module_is_matched_by_the_names_of_its_checkpoint(run: Run) ->
     compiled: nn.Module = torch.compile(replica, backend="eager")  # type: ignore[assignment]
     run.join(compiled)
     assert run.matches(replica)
-
-
-def test_a_replica_that_was_loaded_from_the_checkpoint_needs_deltas_alone(run: Run) -> None:
-    run.publish(1)
-    loaded = TinyModel()  # what version 0 is
-    receipt = present(run.subscribe(loaded).update())
-    assert receipt.previous == 0
-    assert receipt.plan.startswith("0 to 1: delta->1 ")
 
 
 @pytest.mark.parametrize("on_host", [True, False])

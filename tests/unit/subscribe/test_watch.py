@@ -328,7 +328,7 @@ def test_looking_again_costs_little(run: Run, monkeypatch: pytest.MonkeyPatch) -
     clock = Clock(subscriber, monkeypatch)
     looks.clear()
     clock.happens = [nothing] * (4 * LOOK_BACK - 1)
-    assert clock.run(subscriber) == []
+    assert clock.run() == []
     turns = 4 * LOOK_BACK
     each = 4 if isinstance(run.store, SingleWriterStore) and not is_wide else 1
     more = 1 if is_wide else 6
