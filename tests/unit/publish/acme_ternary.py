@@ -1,6 +1,6 @@
 """The recipe of another package, in one file: weights of -1, 0 and 1, four in a byte.
 
-``test_other_recipes.py`` installs it, and nothing in deltachain knows of it.
+``test_quantise_refusals.py`` installs it, and nothing in deltachain knows of it.
 """
 
 from collections.abc import Sequence

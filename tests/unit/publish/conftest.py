@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
+from tests.unit.publish.chains import Quantised
 
 
 @pytest.fixture
@@ -41,3 +43,8 @@ def new_threads() -> Callable[[str], list[threading.Thread]]:
         return [t for t in set(threading.enumerate()) - before if t.name.startswith(name)]
 
     return named
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Quantised:
+    return Quantised(tmp_path)

@@ -1,9 +1,10 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, StoreUnavailableError
+from deltachain.format.documents import Manifest
 from deltachain.publish import DeltaChainCallback, PublishConfig, Publisher, attach
 from deltachain.publish import hf_trainer as callback_module
 from deltachain.store import FileStore
-from deltachain.subscribe import Subscriber
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import bits_of, recompute, same
 
@@ -35,16 +37,9 @@ class Sentences(Dataset[dict[str, Tensor]]):
 
 def llama(**settings: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        **settings,
-    )
-    return LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes, **heads, **settings))
 
 
 class Truth(TrainerCallback):
@@ -58,8 +53,11 @@ class Truth(TrainerCallback):
         self.steps[state.global_step] = bits_of(kwargs["model"])
 
 
+Make: TypeAlias = Callable[..., Trainer]
+
+
 @pytest.fixture
-def trainer(tmp_path: Path) -> Callable[..., Trainer]:
+def make(tmp_path: Path) -> Make:
     def build(model: nn.Module, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
         arguments = TrainingArguments(
             output_dir=str(tmp_path / "out"),
@@ -72,12 +70,9 @@ def trainer(tmp_path: Path) -> Callable[..., Trainer]:
             dataloader_pin_memory=False,
             **{"save_strategy": "no", **settings},
         )
+        data = Sentences()
         return Trainer(
-            model,
-            arguments,
-            train_dataset=Sentences(),
-            eval_dataset=Sentences(),
-            callbacks=[*callbacks],
+            model, arguments, train_dataset=data, eval_dataset=data, callbacks=[*callbacks]
         )
 
     return build
@@ -86,6 +81,13 @@ def trainer(tmp_path: Path) -> Callable[..., Trainer]:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return str(tmp_path / "chain")
+
+
+def assert_newest_is(model: nn.Module, url: str) -> Manifest:
+    found = recompute(FileStore(url))
+    newest = found[max(found)]
+    assert same(newest.state, bits_of(model))
+    return newest.committed.manifest
 
 
 def test_steps_below_one_are_refused(url: str) -> None:
@@ -103,16 +105,16 @@ def test_unknown_settings_are_refused_with_the_nearest(url: str, name: str, hint
     assert hint in caught.value.hint
 
 
-def test_the_best_model_loaded_at_the_end_is_the_last_version(
-    trainer: Callable[..., Trainer], url: str
-) -> None:
+def test_the_best_model_loaded_at_the_end_is_the_last_version(make: Make, url: str) -> None:
     model, truth = llama(), Truth()
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "save_steps": 1}
-    trained = trainer(
+    trained = make(
         model,
         DeltaChainCallback(url, dtype="F32"),
         truth,
-        **settings,
+        eval_strategy="steps",
+        eval_steps=1,
+        logging_steps=1,
+        save_steps=1,
         save_strategy="steps",
         load_best_model_at_end=True,
         metric_for_best_model="steps_left",
@@ -126,81 +128,64 @@ def test_the_best_model_loaded_at_the_end_is_the_last_version(
 
     trained.evaluate = evaluated  # type: ignore[method-assign]
     trained.train()
-    found = recompute(FileStore(url))
     assert same(bits_of(model), truth.steps[1])
     assert not same(truth.steps[1], truth.steps[STEPS])
-    assert same(found[max(found)].state, bits_of(model))
+    assert_newest_is(model, url)
 
 
-def test_a_trainer_that_is_attached_again_has_one_publisher(
-    trainer: Callable[..., Trainer], url: str
-) -> None:
+def test_a_trainer_that_is_attached_again_has_one_publisher(make: Make, url: str) -> None:
     model = llama()
-    trained = trainer(model)
-    for _ in range(2):  # a notebook cell that is run again
+    trained = make(model)
+    for epoch in range(2):  # a notebook cell that is run again
         attach(trained, url=url, when_busy="wait", dtype="F32")
         trained.train()
-    found = recompute(FileStore(url))
-    assert same(found[max(found)].state, bits_of(model))
+        assert assert_newest_is(model, url).epoch == epoch
 
 
 class Averaged(TrainerCallback):
     """Other weights after each step, and others again at the end, as callbacks of averages have."""
 
+    @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args, state, control
-        with torch.no_grad():
-            for parameter in kwargs["model"].parameters():
-                parameter.clamp_(-0.02, 0.02)
+        for parameter in kwargs["model"].parameters():
+            parameter.clamp_(-0.02, 0.02)
 
+    @torch.no_grad()
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args, state, control
-        with torch.no_grad():
-            for parameter in kwargs["model"].parameters():
-                parameter.mul_(0.5)
+        for parameter in kwargs["model"].parameters():
+            parameter.mul_(0.5)
 
 
-def test_a_version_has_what_callbacks_added_later_did_to_the_weights(
-    trainer: Callable[..., Trainer], url: str
-) -> None:
+def test_a_version_has_what_callbacks_added_later_did_to_the_weights(make: Make, url: str) -> None:
     model, truth = llama(), Truth()
-    trained = trainer(model)
+    trained = make(model)
     attach(trained, url=url, when_busy="wait", dtype="F32")
     trained.add_callback(Averaged())
     trained.add_callback(truth)
     trained.train()
     found = recompute(FileStore(url))
-    steps = {v: found[v].state for v in found}
-    assert list(steps) == [0, 1, 2, 3, 4, 5]
-    assert all(same(steps[step], truth.steps[step]) for step in range(1, STEPS + 1))
-    assert same(steps[5], bits_of(model))
+    assert list(found) == [0, 1, 2, 3, 4, 5]
+    assert all(same(found[step].state, truth.steps[step]) for step in range(1, STEPS + 1))
+    assert_newest_is(model, url)
 
 
-def test_the_steps_after_the_last_version_are_a_version(
-    trainer: Callable[..., Trainer], url: str
-) -> None:
-    model, truth = llama(), Truth()
+def test_the_steps_after_the_last_version_are_a_version(make: Make, url: str) -> None:
+    model = llama()
     config = PublishConfig(url="memory://replaced", metadata={"run": "c"})
     callback = DeltaChainCallback(url, every_steps=3, config=config, dtype="F32", when_busy="wait")
-    trainer(model, truth, callback).train()
-    found = recompute(FileStore(url))
-    steps = {found[v].committed.manifest.step: found[v].state for v in found}
-    assert list(steps) == [None, 3, 4]
-    assert same(steps[4], truth.steps[4])
+    make(model, callback).train()
+    manifests = [found.committed.manifest for found in recompute(FileStore(url)).values()]
+    assert [(m.step, m.metadata["run"]) for m in manifests] == [(None, "c"), (3, "c"), (4, "c")]
+    assert_newest_is(model, url)
     assert [receipt.step for receipt in callback.receipts] == [3, 4]
-    assert {r.committed.manifest.metadata["run"] for r in found.values()} == {"c"}
 
 
-def test_metrics_are_in_the_log_history(trainer: Callable[..., Trainer], url: str) -> None:
-    trained = trainer(llama(), DeltaChainCallback(url, when_busy="wait"))
-    trained.train()
-    lines = [line for line in trained.state.log_history if "deltachain/version" in line]
-    assert [line["deltachain/version"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
-    assert all(0 < line["deltachain/changed_frac"] <= 1 for line in lines)
-    assert {"deltachain/bytes", "deltachain/diff_s", "step"} <= lines[0].keys()
-
-
-def test_a_bound_trainer_reports_the_metrics(trainer: Callable[..., Trainer], url: str) -> None:
+@pytest.mark.parametrize("bound", [False, True])
+def test_metrics_are_in_the_log_history_and_reported_by_a_bound_trainer(
+    make: Make, url: str, *, bound: bool
+) -> None:
     logged: list[dict[str, float]] = []
 
     class Reporter(TrainerCallback):
@@ -209,11 +194,15 @@ def test_a_bound_trainer_reports_the_metrics(trainer: Callable[..., Trainer], ur
             logged.append(kwargs["logs"])
 
     callback = DeltaChainCallback(url, when_busy="wait")
-    trained = trainer(llama(), callback, Reporter(), logging_steps=1)
-    assert callback.bind(trained) is callback
+    trained = make(llama(), callback, Reporter(), logging_steps=1)
+    assert not bound or callback.bind(trained) is callback
     trained.train()
-    reported = [line["deltachain/version"] for line in logged if "deltachain/version" in line]
-    assert reported == [1.0, 2.0, 3.0, 4.0]
+    given = logged if bound else trained.state.log_history
+    lines = [line for line in given if "deltachain/version" in line]
+    assert [line["deltachain/version"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
+    assert all(0 < line["deltachain/changed_frac"] <= 1 for line in lines)
+    assert {"deltachain/bytes", "deltachain/diff_s"} <= lines[0].keys()
+    assert bound or "step" in lines[0]
 
 
 def test_a_bound_trl_trainer_averages_the_metrics(url: str) -> None:
@@ -232,50 +221,29 @@ def test_a_bound_trl_trainer_averages_the_metrics(url: str) -> None:
 
 
 def test_the_last_version_is_the_trained_model_and_loads_from_its_chain(
-    trainer: Callable[..., Trainer], url: str, tmp_path: Path
+    make: Make, url: str, tmp_path: Path
 ) -> None:
     model = llama(tie_word_embeddings=True)
-    trainer(model, DeltaChainCallback(url)).train()
-    found = recompute(FileStore(url))
-    assert same(found[max(found)].state, bits_of(model))
-    assert found[0].committed.manifest.numel == sum(p.numel() for p in model.parameters())
+    make(model, DeltaChainCallback(url)).train()
+    assert assert_newest_is(model, url).numel == sum(p.numel() for p in model.parameters())
     pulled = tmp_path / "pulled"
-    subscriber = Subscriber(url, pulled)
-    subscriber.update()
-    for name, data in subscriber.chain.assets():
-        (pulled / name).write_bytes(data)
-    assert json.loads((pulled / "config.json").read_bytes())["architectures"] == [
-        "LlamaForCausalLM"
-    ]
-    loaded = LlamaForCausalLM.from_pretrained(pulled)
-    assert same(bits_of(loaded), bits_of(model))
-
-
-def test_training_twice_continues_the_chain(trainer: Callable[..., Trainer], url: str) -> None:
-    model = llama()
-    for _ in range(2):
-        trainer(model, DeltaChainCallback(url)).train()
-    found = recompute(FileStore(url))
-    assert found[max(found)].committed.manifest.epoch == 1
-    assert same(found[max(found)].state, bits_of(model))
+    pull(url, out=pulled)
+    config = json.loads((pulled / "config.json").read_bytes())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert same(bits_of(LlamaForCausalLM.from_pretrained(pulled)), bits_of(model))
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_failed_publish_stops_training_or_not_as_configured(
-    trainer: Callable[..., Trainer], url: str, monkeypatch: pytest.MonkeyPatch, on_error: str
+    make: Make, url: str, monkeypatch: pytest.MonkeyPatch, on_error: str
 ) -> None:
     store = FaultyStore(FileStore(url), Fault("fail", "deltas/"))
-
-    def publisher(config: PublishConfig) -> Publisher:
-        return Publisher(config, store=store)
-
-    monkeypatch.setattr(callback_module, "Publisher", publisher)
+    monkeypatch.setattr(callback_module, "Publisher", partial(Publisher, store=store))
     model = llama()
-    callback = DeltaChainCallback(url, on_error=on_error, when_busy="wait")
+    trained = make(model, DeltaChainCallback(url, on_error=on_error, when_busy="wait"))
     if on_error == "raise":
         with pytest.raises(StoreUnavailableError):
-            trainer(model, callback).train()
+            trained.train()
         return
-    trainer(model, callback).train()
-    found = recompute(FileStore(url))
-    assert same(found[max(found)].state, bits_of(model))
+    trained.train()
+    assert_newest_is(model, url)

@@ -1,14 +1,12 @@
-import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 from typing_extensions import override
 
 from deltachain.chain.upload import (
@@ -21,13 +19,13 @@ from deltachain.chain.upload import (
 )
 from deltachain.codec import Part
 from deltachain.errors import (
-    ConfigError,
     DeltaChainError,
     PublisherFencedError,
     RankError,
     StorePermissionError,
     StoreUnavailableError,
 )
+from deltachain.format.documents import Edge
 from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import Publisher
 from deltachain.publish.ranks.collectives import Collective
@@ -38,6 +36,7 @@ from deltachain.types import Bits, Buffer, TensorSpec
 from tests.crash.child import open_place
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.unit.publish.chains import Attach, NewThreads, assert_head_is, head_of, publish
 
 SCRIPT = """
 import os
@@ -62,6 +61,7 @@ BY_STEPS = (
     "deltachain.attach(model, optimizer, url={url!r})",
     "optimizer.step()",
 )
+EVERY_THREE = (BY_STEPS[0].replace("url=", "every_steps=3, url="), BY_STEPS[1])
 
 
 def run(url: str, way: tuple[str, str], end: str) -> subprocess.CompletedProcess[str]:
@@ -72,32 +72,22 @@ def run(url: str, way: tuple[str, str], end: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", [BY_HAND, BY_STEPS])
+@pytest.mark.parametrize("way", [BY_HAND, BY_STEPS, EVERY_THREE])
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
-def test_the_last_version_is_committed(
+def test_the_last_step_is_committed_as_the_process_ends(
     tmp_path: Path, way: tuple[str, str], end: str, code: int
 ) -> None:
+    """Steps after the last version are not, if an error ends it."""
     done = run(str(tmp_path), way, end)
     assert done.returncode == code, done.stderr
     assert "Exception ignored" not in done.stderr
+    last = 3 if way is EVERY_THREE and end == "1 / 0" else 4
     model = plain_model()
-    for step in range(1, 5):
+    for step in range(1, last + 1):
         train_(model, step)
-    found = recompute(open_store(tmp_path))
-    assert found[max(found)].committed.manifest.step == 4
-    assert same(found[max(found)].state, bits_of(model))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("end", "last"), [("", 4), ("raise SystemExit(3)", 4), ("1 / 0", 3)])
-def test_steps_after_the_last_version_are_committed_unless_an_error_ends_the_process(
-    tmp_path: Path, end: str, last: int
-) -> None:
-    made = BY_STEPS[0].replace("url=", "every_steps=3, url=")
-    done = run(str(tmp_path), (made, BY_STEPS[1]), end)
-    assert "Exception ignored" not in done.stderr
-    found = recompute(open_store(tmp_path))
-    assert found[max(found)].committed.manifest.step == last
+    store = open_store(tmp_path)
+    assert head_of(store).manifest.step == last
+    assert same(recompute(store)[head_of(store).version].state, bits_of(model))
 
 
 @pytest.mark.full
@@ -142,8 +132,7 @@ def test_the_rest_is_a_version_only_if_something_changed() -> None:
     assert (publisher.version, publisher.last.step if publisher.last else None) == (1, 1)
     publisher.publish_rest(step=1)
     publisher.close()
-    assert list(recompute(store)) == [0, 1]
-    assert same(recompute(store)[1].state, bits_of(model))
+    assert_head_is(model, 1, store)
 
 
 KEYS = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="0" * 32)
@@ -179,8 +168,13 @@ def tensors(count: int) -> list[tuple[TensorSpec, Bits]]:
     ]
 
 
-def upload_to(store: MemoryStore) -> EdgeUpload:
-    return EdgeUpload(store, KEYS, raw=False, part_nbytes=4 * NUMEL)
+def upload(store: MemoryStore, count: int, after: Callable[[int], object] = lambda _: None) -> Edge:
+    """Upload an anchor of that many tensors, a part of two each; calls back after each tensor."""
+    with EdgeUpload(store, KEYS, raw=False, part_nbytes=4 * NUMEL) as uploading:
+        for number, (spec, bits) in enumerate(tensors(count)):
+            uploading.add(dense_change(spec, bits))
+            after(number)
+        return uploading.finish()
 
 
 def test_parts_are_in_the_order_of_their_tensors_whatever_arrives_first() -> None:
@@ -192,34 +186,28 @@ def test_parts_are_in_the_order_of_their_tensors_whatever_arrives_first() -> Non
         elif key.endswith("00003.safetensors"):
             late.set()
 
-    store, made = WatchedStore(before), tensors(9)
-    with upload_to(store) as upload:
-        for spec, bits in made:
-            upload.add(dense_change(spec, bits))
-        edge = upload.finish()
+    store = WatchedStore(before)
+    edge = upload(store, 9)
     assert [ref.key[-17:-12] for ref in edge.parts] == [f"{n:05}" for n in range(5)]
     assert edge.encodings == ("dense",)
     found: dict[str, Bits] = {}
     for ref in edge.parts:
         part = Part.from_bytes(bytes(store.get(ref.key)))
         found |= {name: part.read(name).values for name in part.rows}
+    made = tensors(9)
     assert list(found) == [spec.name for spec, _ in made]
     for spec, bits in made:
         np.testing.assert_array_equal(found[spec.name], bits)
 
 
 def test_memory_is_bounded_while_the_store_stands_still() -> None:
-    go, store = threading.Event(), WatchedStore(lambda _: _wait(go))
-    added: list[str] = []
+    go, added = threading.Event(), list[int]()
 
-    def add_all() -> None:
-        with upload_to(store) as upload:
-            for spec, bits in tensors(20):
-                upload.add(dense_change(spec, bits))
-                added.append(spec.name)
-            upload.finish()
+    def wait(_: str) -> None:
+        assert go.wait(60)
 
-    thread = threading.Thread(target=add_all)
+    store = WatchedStore(wait)
+    thread = threading.Thread(target=upload, args=(store, 20, added.append))
     thread.start()
     thread.join(2.0)
     assert thread.is_alive()
@@ -231,10 +219,6 @@ def test_memory_is_bounded_while_the_store_stands_still() -> None:
     assert store.most == UPLOADS
 
 
-def _wait(event: threading.Event) -> None:
-    assert event.wait(60)
-
-
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_the_first_failure_is_raised_and_later_parts_are_not_put(number: int) -> None:
     def before(key: str) -> None:
@@ -242,31 +226,21 @@ def test_the_first_failure_is_raised_and_later_parts_are_not_put(number: int) ->
             raise StoreUnavailableError("the store is down")
 
     store = WatchedStore(before)
-
-    def add_all() -> None:
-        with upload_to(store) as upload:
-            for spec, bits in tensors(40):
-                upload.add(dense_change(spec, bits))
-            upload.finish()
-
     with pytest.raises(StoreUnavailableError, match="down"):
-        add_all()
+        upload(store, 40)
     assert len(list(store.list("anchors/"))) <= number + PARTS_ON_THE_WAY
     assert store.now == 0
 
 
-def test_an_interrupted_caller_abandons_parts(new_threads: "NewThreads") -> None:
+def test_an_interrupted_caller_abandons_parts(new_threads: NewThreads) -> None:
     store = WatchedStore()
 
-    def add_some() -> None:
-        with upload_to(store) as upload:
-            for number, (spec, bits) in enumerate(tensors(20)):
-                upload.add(dense_change(spec, bits))
-                if number == 10:
-                    raise KeyboardInterrupt
+    def interrupt(number: int) -> None:
+        if number == 10:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        add_some()
+        upload(store, 20, interrupt)
     assert len(list(store.list("anchors/"))) <= 5
     assert not new_threads("deltachain-upload")
 
@@ -277,9 +251,6 @@ def test_parts_of_anchors_follow_the_size_of_the_model() -> None:
     assert anchor_part_nbytes(4 << 30, 512 << 20) == 256 << 20
     assert anchor_part_nbytes(16 << 30, 1000) == 1000
 
-
-Attach = Callable[..., Publisher]
-NewThreads = Callable[[str], list[threading.Thread]]
 
 FAILURES: list[tuple[Action, str]] = [
     ("fail", "deltas/"),
@@ -295,18 +266,6 @@ FAILURES: list[tuple[Action, str]] = [
 @pytest.fixture
 def faulty(store: MemoryStore) -> FaultyStore:
     return FaultyStore(store)
-
-
-def publish(publisher: Publisher, model: nn.Module, step: int) -> None:
-    train_(model, step)
-    publisher.publish(step=step)
-    publisher.flush()
-
-
-def assert_head_is(model: nn.Module, version: int, store: MemoryStore) -> None:
-    found = recompute(store)
-    assert max(found) == version
-    assert same(found[version].state, bits_of(model))
 
 
 # A publish that failed loses nothing
@@ -338,46 +297,45 @@ def test_publishing_goes_on_after_a_commit_whose_conclusion_was_lost(
     assert_head_is(model, 3, store)
 
 
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_the_next_version_covers_one_that_failed(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, failure: tuple[Action, str]
-) -> None:
-    model = TinyModel()
-    publisher = attach(model, on=faulty)
-    faulty.add(Fault(*failure))
-    train_(model, 1)
-    future = publisher.publish(step=1)
-    with pytest.raises(DeltaChainError) as raised:
-        publisher.flush()
-    assert future.exception(0) is raised.value
-    assert list(recompute(store)) == [0]
-    publish(publisher, model, 2)
-    assert_head_is(model, 1, store)
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_with_warnings_alone_training_goes_on_and_nothing_is_lost(
+def test_the_next_version_covers_those_that_failed(
     attach: Attach,
     faulty: FaultyStore,
     store: MemoryStore,
     failure: tuple[Action, str],
+    on_error: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = TinyModel()
-    publisher = attach(model, on=faulty, on_error="warn")
+    publisher = attach(model, on=faulty, on_error=on_error)
     faulty.add(Fault(*failure, times=2))
     for step in (1, 2):
         train_(model, step)
         future = publisher.publish(step=step)
-        publisher.flush()
-        assert isinstance(future.exception(0), DeltaChainError)
-    assert caplog.text.count("the next version makes up for it") == 2
+        error = future.exception(60)
+        assert isinstance(error, DeltaChainError)
+        if on_error == "raise":
+            with pytest.raises(DeltaChainError) as raised:
+                publisher.flush()
+            assert raised.value is error
+        else:
+            publisher.flush()
+        assert list(recompute(store)) == [0]
+    if on_error == "warn":
+        assert caplog.text.count("the next version makes up for it") == 2
     publish(publisher, model, 3)
     assert_head_is(model, 1, store)
 
 
-def test_a_close_says_that_the_last_version_is_missing(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("made_up_for", [False, True])
+def test_a_close_says_that_the_last_version_is_missing_unless_it_was_made_up_for(
+    attach: Attach,
+    faulty: FaultyStore,
+    store: MemoryStore,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    made_up_for: bool,
 ) -> None:
     model = TinyModel()
     publisher = attach(model, on=faulty, on_error="warn")
@@ -385,25 +343,17 @@ def test_a_close_says_that_the_last_version_is_missing(
     faulty.add(Fault("full", "deltas/"))
     publish(publisher, model, 2)
     assert max(recompute(store)) == 1
+    if made_up_for:
+        publish(publisher, model, 3)
+        assert_head_is(model, 2, store)
     assert "closed at" not in caplog.text
     publisher.close()
     publisher.close()
-    (said,) = (text for text in caplog.messages if "closed at" in text)
-    assert "closed at version 1; what was trained since may not be published" in said
-    assert "the disk is full: free some space" in said
-
-
-def test_a_close_says_nothing_of_a_failure_that_was_made_up_for(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = TinyModel()
-    publisher = attach(model, on=faulty, on_error="warn")
-    faulty.add(Fault("full", "deltas/"))
-    publish(publisher, model, 1)
-    publish(publisher, model, 2)
-    publisher.close()
-    assert_head_is(model, 1, store)
-    assert "closed at" not in caplog.text
+    said = [text for text in caplog.messages if "closed at" in text]
+    assert len(said) == (not made_up_for)
+    for text in said:
+        assert "closed at version 1; what was trained since may not be published" in text
+        assert "the disk is full: free some space" in text
 
 
 @pytest.mark.parametrize("when_busy", ["cover", "wait"])
@@ -420,19 +370,6 @@ def test_an_error_is_raised_once_by_the_next_call(
     with pytest.raises(StoreUnavailableError):
         publisher.publish(step=2)
     publish(publisher, model, 3)
-    assert_head_is(model, 1, store)
-
-
-def test_a_diff_that_was_interrupted_loses_nothing(attach: Attach, store: MemoryStore) -> None:
-    model, last = plain_model(), torch.ones(1)
-    model.register_buffer("last_scale", last)
-    publisher = attach(model)
-    train_(model, 1, share=0.1)
-    last.fill_(torch.nan)  # the diff gives up at this one
-    with pytest.raises(ConfigError, match="'last_scale' is a scale that is not finite"):
-        publisher.publish(step=1)
-    last.fill_(1)
-    publish(publisher, model, 2)
     assert_head_is(model, 1, store)
 
 
@@ -484,15 +421,12 @@ def test_an_unknown_outcome_is_not_forgotten_while_the_store_is_down(
     faulty.add(Fault("lose-reply", "manifests/"), Fault(go_down, "manifests/"))
     train_(model, 1)
     after_first = bits_of(model)
-    unknown = publisher.publish(step=1)
-    assert isinstance(unknown.exception(60), StoreUnavailableError)
-    for step in (2, 3):  # still down: each call fails as the first did
+    assert isinstance(publisher.publish(step=1).exception(60), StoreUnavailableError)
+    refused = pytest.raises(StoreUnavailableError) if on_error == "raise" else nullcontext()
+    for step in (2, 3):  # still down: each call fails as the first did, or is left to the next
         train_(model, step)
-        if on_error == "raise":
-            with pytest.raises(StoreUnavailableError):
-                publisher.publish(step=step)
-        else:
-            publisher.publish(step=step)  # left to the next
+        with refused:
+            publisher.publish(step=step)
     faulty.mend()
     publish(publisher, model, 4)
     assert same(recompute(store)[1].state, after_first)
@@ -513,13 +447,9 @@ def test_a_hint_that_can_not_be_written_fails_nothing(
 
 @pytest.mark.parametrize("prefix", ["anchors/", "edges/"])
 def test_an_anchor_that_can_not_be_added_fails_nothing(
-    attach: Attach,
-    faulty: FaultyStore,
-    store: MemoryStore,
-    prefix: str,
-    caplog: pytest.LogCaptureFixture,
+    attach: Attach, store: MemoryStore, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain_model()
+    model, faulty = plain_model(), FaultyStore(store)
     publisher = attach(model, on=faulty, anchor_factor=0.001)
     faulty.add(Fault("fail", prefix))
     publish(publisher, model, 1)
@@ -578,20 +508,15 @@ def test_an_unknown_outcome_that_another_publisher_decided_is_fenced(
 
 
 def test_missing_permission_is_not_mistaken_for_an_unknown_outcome(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, caplog: pytest.LogCaptureFixture
+    attach: Attach, faulty: FaultyStore, store: MemoryStore
 ) -> None:
-    caplog.set_level(logging.INFO)
     model = plain_model()
     publisher = attach(model, on=faulty)
     faulty.add(Fault("refuse", "manifests/"))
-    train_(model, 1)
-    publisher.publish()
     with pytest.raises(StorePermissionError):
-        publisher.flush()
+        publish(publisher, model, 1)
     faulty.add(Fault("fail", "deltas/"))
-    train_(model, 2)
-    publisher.publish()
     with pytest.raises(StoreUnavailableError):
-        publisher.flush()
+        publish(publisher, model, 2)
     publish(publisher, model, 3)
     assert_head_is(model, 1, store)

@@ -1,9 +1,9 @@
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
@@ -13,12 +13,35 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
-from deltachain.publish import Attachment, PublishConfig, attach
+from deltachain.publish import Attachment, PublishConfig, Publisher, attach
 from deltachain.publish.hook import unwrap_optimizers
 from deltachain.store import FileStore
 from tests.support.models import Recomputed, State, bits_of, plain_model, recompute, same
+from tests.unit.publish.chains import served
 
-Hook = Callable[..., Attachment]
+Hook: TypeAlias = Callable[..., Attachment]
+Attached: TypeAlias = tuple[nn.Module, Any, Callable[[int], None]]
+"""A model, its optimizers, and what makes one step of a seed."""
+
+
+@dataclass
+class Training:
+    """A model, what trains it, and what publishes its steps."""
+
+    model: nn.Module
+    optimizer: Any
+    attachment: Attachment
+
+    @property
+    def publisher(self) -> Publisher:
+        return self.attachment.publisher
+
+    def step(self, *seeds: int) -> None:
+        for seed in seeds:
+            step(self.model, self.optimizer, seed)
+
+
+Begin: TypeAlias = Callable[..., Training]
 
 
 @pytest.fixture
@@ -35,8 +58,25 @@ def hook(tmp_path: Path) -> Iterator[Hook]:
         attachment.publisher.close()
 
 
+@pytest.fixture
+def begin(hook: Hook) -> Begin:
+    """Attach to a model and one optimizer of all of it; each call waits for the one before."""
+
+    def build(kind: Callable[..., Any] = SGD, **settings: Any) -> Training:
+        model = fp32_model()
+        optimizer = kind(model.parameters(), lr=0.1)
+        return Training(model, optimizer, hook(model, optimizer, when_busy="wait", **settings))
+
+    return build
+
+
 def versions(tmp_path: Path) -> dict[int, Recomputed]:
     return recompute(FileStore(tmp_path / "chain"))
+
+
+def newest(tmp_path: Path) -> State:
+    *_, found = versions(tmp_path).values()
+    return found.state
 
 
 def fp32_model() -> nn.Module:
@@ -55,10 +95,28 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 def assert_published(tmp_path: Path, truth: Sequence[State]) -> None:
-    """The versions after the first are these states."""
+    """The versions after the first are these states, one a step."""
     found = versions(tmp_path)
-    assert len(found) == 1 + len(truth)
+    assert [one.committed.manifest.step for one in found.values()] == [
+        None,
+        *range(1, 1 + len(truth)),
+    ]
     assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+
+
+@torch.no_grad()
+def clamp_(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.01, 0.01)
+
+
+class Masters:
+    """As DeepSpeed's and Megatron's: its masters go into the model when its step is over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        self.optimizer = SGD(self.masters, lr=0.1)
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
@@ -78,6 +136,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
         "SGD is neither a module nor a trainer",
         "attach(model, optimizer",
     ),
+    "one of several": (
+        lambda model: (model, SGD([next(model.parameters())])),
+        "requires a gradient, and no optimizer",
+        "attach(model, [one, other], url=...)",
+    ),
+    "a wrapper that may change weights after the step": (
+        lambda model: (model, Masters(model)),
+        "Masters wraps an optimizer",
+        "Publisher.publish",
+    ),
 }
 
 
@@ -90,234 +158,53 @@ def test_what_cannot_be_attached_is_refused(hook: Hook, tmp_path: Path, case: st
     assert not (tmp_path / "chain").exists()
 
 
-def test_an_optimizer_of_all_that_is_trained_will_do(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
-    first, *others = model.parameters()
-    for parameter in others:
-        parameter.requires_grad = False
-    optimizer = SGD([first], lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
-    step(model, optimizer, 0)
-    attachment.publisher.flush()
-    assert same(versions(tmp_path)[1].state, bits_of(model))
-
-
 @pytest.mark.parametrize("every_steps", ["2", 1.5, True, 0])
-def test_every_steps_is_a_whole_number(hook: Hook, every_steps: Any) -> None:
-    model = fp32_model()
+def test_every_steps_is_a_whole_number(begin: Begin, every_steps: Any) -> None:
     with pytest.raises(ConfigError, match=r"every_steps=.*expected 1 or more"):
-        hook(model, SGD(model.parameters()), every_steps=every_steps)
+        begin(every_steps=every_steps)
 
 
-def test_every_optimizer_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
-    truth = [bits_of(model)]
-    for seed in range(3):
-        step(model, optimizer, seed)
-        truth.append(bits_of(model))
-    attachment.publisher.flush()
-    found = versions(tmp_path)
-    assert [found[v].committed.manifest.step for v in found] == [None, 1, 2, 3]
-    assert all(same(found[v].state, truth[v]) for v in found)
+def test_detaching_commits_what_was_published_and_stops(begin: Begin, tmp_path: Path) -> None:
+    training = begin()
+    training.step(0, 1, 2)
+    truth = bits_of(training.model)
+    training.attachment.detach()
+    training.step(3)
+    assert same(newest(tmp_path), truth)
+    assert not same(bits_of(training.model), truth)
 
 
-def test_detaching_commits_what_was_published_and_stops(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer)
-    for seed in range(3):
-        step(model, optimizer, seed)
-    truth = bits_of(model)
-    attachment.detach()
-    step(model, optimizer, 3)
-    found = versions(tmp_path)
-    assert same(found[max(found)].state, truth)
-    assert not same(bits_of(model), truth)
-
-
-def test_detaching_publishes_the_steps_since_the_last_version(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    config = PublishConfig(url="memory://replaced", when_busy="wait")
-    attachment = hook(model, optimizer, every_steps=2, config=config, metadata={"run": "b"})
-    for seed in range(3):
-        step(model, optimizer, seed)
-    attachment.detach()
-    found = versions(tmp_path)
-    manifests = [found[v].committed.manifest for v in found]
+def test_detaching_publishes_the_steps_since_the_last_version(begin: Begin, tmp_path: Path) -> None:
+    config = PublishConfig(url="memory://replaced")
+    training = begin(every_steps=2, config=config, metadata={"run": "b"})
+    training.step(0, 1, 2)
+    training.attachment.detach()
+    manifests = [found.committed.manifest for found in versions(tmp_path).values()]
     assert [(m.step, m.metadata["run"]) for m in manifests] == [(None, "b"), (2, "b"), (3, "b")]
-    assert same(found[2].state, bits_of(model))
+    assert same(newest(tmp_path), bits_of(training.model))
 
 
 def test_detaching_publishes_a_state_that_was_loaded_after_the_last_step(
-    hook: Hook, tmp_path: Path
+    begin: Begin, tmp_path: Path
 ) -> None:
-    model = fp32_model()
-    best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer)
-    step(model, optimizer, 0)
-    model.load_state_dict(best)
-    attachment.detach()
-    found = versions(tmp_path)
-    assert same(found[max(found)].state, bits_of(model))
-    assert same(found[max(found)].state, found[0].state)
+    training = begin()
+    best = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    training.step(0)
+    training.model.load_state_dict(best)
+    training.attachment.detach()
+    assert same(newest(tmp_path), bits_of(training.model))
+    assert same(newest(tmp_path), versions(tmp_path)[0].state)
 
 
-def test_detaching_while_an_error_is_handled_publishes_no_more(hook: Hook) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, every_steps=2)
-    step(model, optimizer, 0)
+def test_detaching_while_an_error_is_handled_publishes_no_more(begin: Begin) -> None:
+    training = begin(every_steps=2)
+    training.step(0)
     with contextlib.suppress(ZeroDivisionError):
         try:
             _ = 1 / 0
         finally:
-            attachment.detach()
-    assert attachment.publisher.version == 0
-
-
-def test_accelerate_is_unwrapped(hook: Hook, tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = fp32_model()
-    wrapped, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
-    assert type(optimizer).__name__ == "AcceleratedOptimizer"
-    assert isinstance(unwrap_optimizers(optimizer)[0], SGD)
-    attachment = hook(wrapped, optimizer, when_busy="wait")
-    for seed in range(2):
-        step(wrapped, optimizer, seed)
-    attachment.publisher.flush()
-    found = versions(tmp_path)
-    assert max(found) == 2
-    assert same(found[2].state, bits_of(model))
-
-
-def test_a_wrapper_that_may_change_weights_after_the_step_is_refused(hook: Hook) -> None:
-    """As DeepSpeed's and Megatron's do: their masters go into the model when it is over."""
-
-    class Masters:
-        def __init__(self, model: nn.Module) -> None:
-            self.model = model
-            self.masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-            self.optimizer = SGD(self.masters, lr=0.1)
-
-    model = fp32_model()
-    with pytest.raises(ConfigError, match="Masters wraps an optimizer") as caught:
-        hook(model, Masters(model))
-    assert "Publisher.publish" in caught.value.hint
-
-
-__all__ = ["hook"]  # a fixture
-
-
-def test_one_optimizer_of_several_is_refused_before_anything_is_committed(
-    hook: Hook, tmp_path: Path
-) -> None:
-    model = fp32_model()
-    with pytest.raises(ConfigError, match="requires a gradient, and no optimizer") as caught:
-        hook(model, SGD([next(model.parameters())]))
-    assert "attach(model, [one, other], url=...)" in caught.value.hint
-    assert not (tmp_path / "chain").exists()
-
-
-def test_optimizers_that_step_inside_backward_make_one_version_a_step(
-    hook: Hook, tmp_path: Path
-) -> None:
-    model = fp32_model()
-    mine = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
-
-    def step_it(parameter: Any) -> None:
-        mine[parameter].step()
-        parameter.grad = None
-
-    for parameter in mine:
-        parameter.register_post_accumulate_grad_hook(step_it)
-    attachment = hook(model, list(mine.values()), when_busy="wait")
-    truth = []
-    for seed in range(3):
-        backward(model, seed)
-        truth.append(bits_of(model))
-    attachment.detach()
-    assert_published(tmp_path, truth)
-
-
-@pytest.mark.parametrize("orders", [("ab", "ba", "ab"), ("ba", "ab", "ab"), ("aab", "aab")])
-def test_a_version_follows_once_each_optimizer_has_stepped(
-    hook: Hook, tmp_path: Path, orders: tuple[str, ...]
-) -> None:
-    model = fp32_model()
-    first, *others = model.parameters()
-    optimizers = {"a": SGD([first], lr=0.1), "b": AdamW(others, lr=0.1)}
-    attachment = hook(model, list(optimizers.values()), when_busy="wait")
-    truth = []
-    for seed, order in enumerate(orders):
-        backward(model, seed)
-        for name in order:
-            optimizers[name].step()
-        truth.append(bits_of(model))
-        model.zero_grad()
-    attachment.detach()
-    assert_published(tmp_path, truth)
-
-
-def replaced(model: nn.Module, optimizer: Any) -> Any:
-    del optimizer
-    return AdamW(model.parameters(), lr=0.1)
-
-
-def prepared_again(model: nn.Module, optimizer: Any) -> Any:
-    del optimizer
-    return Accelerator(cpu=True).prepare(SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("change", [replaced, prepared_again])
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_the_first_step_of_an_optimizer_that_was_not_given_is_told(
-    hook: Hook,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[..., Any],
-    on_error: str,
-) -> None:
-    model = fp32_model()
-    optimizer: Any = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, on_error=on_error)
-    step(model, optimizer, 0)
-    optimizer = change(model, optimizer)
-    before = bits_of(model)
-    if on_error == "raise":
-        with pytest.raises(ConfigError, match="which attach was not given, steps the model"):
-            step(model, optimizer, 1)
-        assert same(bits_of(model), before)
-    else:
-        step(model, optimizer, 1)
-        step(model, optimizer, 2)
-        assert caplog.text.count("which attach was not given, steps the model") == 1
-    attachment.detach()
-    found = versions(tmp_path)
-    assert same(found[max(found)].state, bits_of(model))
-
-
-def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(hook: Hook) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    hook(model, optimizer)
-    step(model, optimizer, 0)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(parameter.detach().clone()))
-    with pytest.raises(ConfigError, match="SGD has no parameter of this model"):
-        optimizer.step()
-
-
-def test_optimizers_of_other_models_step_as_they_like(hook: Hook) -> None:
-    model, other = fp32_model(), fp32_model()
-    attachment = hook(model, SGD(model.parameters(), lr=0.1))
-    step(other, SGD(other.parameters(), lr=0.1), 0)
-    attachment.detach()
-    assert attachment.publisher.version == 0
+            training.attachment.detach()
+    assert training.publisher.version == 0
 
 
 class Sam(torch.optim.Optimizer):
@@ -350,32 +237,171 @@ class Sam(torch.optim.Optimizer):
         self.second_step()
 
 
-def test_a_step_inside_a_step_is_part_of_it(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
+# Each gives what is attached, and what makes one step of it.
+
+
+def of_one_optimizer(model: nn.Module) -> Attached:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return model, optimizer, lambda seed: step(model, optimizer, seed)
+
+
+def of_all_that_is_trained(model: nn.Module) -> Attached:
+    first, *others = model.parameters()
+    for parameter in others:
+        parameter.requires_grad = False
+    optimizer = SGD([first], lr=0.1)
+    return model, optimizer, lambda seed: step(model, optimizer, seed)
+
+
+def by_accelerate(model: nn.Module) -> Attached:
+    wrapped, optimizer = Accelerator(cpu=True).prepare(model, SGD(model.parameters(), lr=0.1))
+    assert type(optimizer).__name__ == "AcceleratedOptimizer"
+    assert isinstance(unwrap_optimizers(optimizer)[0], SGD)
+    return wrapped, optimizer, lambda seed: step(wrapped, optimizer, seed)
+
+
+def inside_backward(model: nn.Module) -> Attached:
+    mine = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step_it(parameter: Any) -> None:
+        mine[parameter].step()
+        parameter.grad = None
+
+    for parameter in mine:
+        parameter.register_post_accumulate_grad_hook(step_it)
+    return model, list(mine.values()), lambda seed: backward(model, seed)
+
+
+def with_a_step_inside(model: nn.Module) -> Attached:
     optimizer = Sam(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
 
-    def loss() -> None:
+    def again(seed: int) -> None:
         model.zero_grad()
-        model(torch.ones(4, 24)).square().mean().backward()
+        backward(model, seed)
 
+    def both(seed: int) -> None:
+        again(seed)
+        optimizer.step(lambda: again(seed))
+
+    return model, optimizer, both
+
+
+def compiled(model: nn.Module) -> Attached:
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    fast = torch.compile(optimizer.step, backend="eager")
+
+    def one(seed: int) -> None:
+        model.zero_grad()
+        backward(model, seed)
+        fast()
+
+    return model, optimizer, one
+
+
+def in_orders(*orders: str) -> Callable[[nn.Module], Attached]:
+    """Two optimizers step in an order, another one each time."""
+
+    def made(model: nn.Module) -> Attached:
+        first, *others = model.parameters()
+        optimizers = {"a": SGD([first], lr=0.1), "b": AdamW(others, lr=0.1)}
+
+        def one(seed: int) -> None:
+            model.zero_grad()
+            backward(model, seed)
+            for name in orders[seed]:
+                optimizers[name].step()
+
+        return model, list(optimizers.values()), one
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize(
+    "way",
+    [
+        of_one_optimizer,
+        of_all_that_is_trained,
+        by_accelerate,
+        inside_backward,
+        with_a_step_inside,
+        pytest.param(compiled, marks=pytest.mark.full),
+        pytest.param(in_orders("ab", "ba", "ab"), id="ab ba ab"),
+        pytest.param(in_orders("ba", "ab", "ab"), id="ba ab ab"),
+        pytest.param(in_orders("aab", "aab", "aab"), id="aab aab aab"),
+    ],
+)
+def test_every_step_is_a_version_once_each_optimizer_has_stepped(
+    hook: Hook, tmp_path: Path, way: Callable[[nn.Module], Attached]
+) -> None:
+    model = fp32_model()
+    given, optimizers, one_step = way(model)
+    attachment = hook(given, optimizers, when_busy="wait")
     truth = []
-    for _ in range(2):
-        loss()
-        optimizer.step(loss)
+    for seed in range(3):
+        one_step(seed)
         truth.append(bits_of(model))
     attachment.detach()
     assert_published(tmp_path, truth)
 
 
-def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(hook: Hook) -> None:
-    model = fp32_model()
-    optimizer = Sam(model.parameters(), lr=0.1)
-    hook(model, optimizer)
-    model(torch.ones(4, 24)).square().mean().backward()
-    optimizer.first_step()
+def replaced(model: nn.Module) -> Any:
+    return AdamW(model.parameters(), lr=0.1)
+
+
+def prepared_again(model: nn.Module) -> Any:
+    return Accelerator(cpu=True).prepare(SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("change", [replaced, prepared_again])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_the_first_step_of_an_optimizer_that_was_not_given_is_told(
+    begin: Begin,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[..., Any],
+    on_error: str,
+) -> None:
+    training, told = begin(on_error=on_error), "which attach was not given, steps the model"
+    training.step(0)
+    training.optimizer = change(training.model)
+    before = bits_of(training.model)
+    if on_error == "raise":
+        with pytest.raises(ConfigError, match=told):
+            training.step(1)
+        assert same(bits_of(training.model), before)
+    else:
+        training.step(1, 2)
+        assert caplog.text.count(told) == 1
+    training.attachment.detach()
+    assert same(newest(tmp_path), bits_of(training.model))
+
+
+def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
+    begin: Begin,
+) -> None:
+    training = begin()
+    training.step(0)
+    for module in training.model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    with pytest.raises(ConfigError, match="SGD has no parameter of this model"):
+        training.optimizer.step()
+
+
+def test_optimizers_of_other_models_step_as_they_like(begin: Begin) -> None:
+    training, other = begin(), fp32_model()
+    step(other, SGD(other.parameters(), lr=0.1), 0)
+    training.attachment.detach()
+    assert training.publisher.version == 0
+
+
+def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(begin: Begin) -> None:
+    training = begin(Sam)
+    backward(training.model, 0)
+    training.optimizer.first_step()
     with pytest.raises(ConfigError, match="SGD steps the model outside of a step of Sam") as caught:
-        optimizer.second_step()
+        training.optimizer.second_step()
     assert "call its publish yourself" in caught.value.hint
 
 
@@ -406,63 +432,40 @@ class Clipped(SGD):
 
 
 def test_what_a_step_does_after_the_one_it_inherits_is_part_of_it(
-    hook: Hook, tmp_path: Path
+    begin: Begin, tmp_path: Path
 ) -> None:
     SGD(fp32_model().parameters())  # torch adds hooks to a class when the first of it is made
-    model = fp32_model()
-    optimizer = Clipped(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer)
-    step(model, optimizer, 0)
-    attachment.detach()
-    assert_published(tmp_path, [bits_of(model)])
+    training = begin(Clipped)
+    training.step(0)
+    training.attachment.detach()
+    assert_published(tmp_path, [bits_of(training.model)])
 
 
-def test_a_step_that_fails_is_not_published_and_the_next_is(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
-    optimizer = Clipped(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
-    optimizer.fails = True
+def test_a_step_that_fails_is_not_published_and_the_next_is(begin: Begin, tmp_path: Path) -> None:
+    training = begin(Clipped)
+    training.optimizer.fails = True
     with pytest.raises(ValueError, match="half a step"):
-        step(model, optimizer, 0)
-    attachment.publisher.flush()
-    assert attachment.publisher.version == 0
-    optimizer.fails = False
-    step(model, optimizer, 1)
-    attachment.publisher.flush()
-    assert same(versions(tmp_path)[1].state, bits_of(model))
-    optimizer.fails = True
+        training.step(0)
+    training.publisher.flush()
+    assert training.publisher.version == 0
+    training.optimizer.fails = False
+    training.step(1)
+    training.publisher.flush()
+    assert same(versions(tmp_path)[1].state, bits_of(training.model))
+    training.optimizer.fails = True
     with pytest.raises(ValueError, match="half a step"):
-        step(model, optimizer, 2)
-    attachment.detach()
+        training.step(2)
+    training.attachment.detach()
     assert max(versions(tmp_path)) == 1
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
-def test_a_compiled_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
-    model = fp32_model()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
-    compiled = torch.compile(optimizer.step, backend="eager")
-    truth = []
-    for seed in range(3):
-        backward(model, seed)
-        compiled()
-        truth.append(bits_of(model))
-        optimizer.zero_grad()
-    attachment.detach()
-    assert_published(tmp_path, truth)
-
-
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
-def test_a_step_compiled_as_one_graph_says_what_to_do(hook: Hook) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    hook(model, optimizer)
-    model(torch.ones(4, 24)).square().mean().backward()
+def test_a_step_compiled_as_one_graph_says_what_to_do(begin: Begin) -> None:
+    training = begin()
+    backward(training.model, 0)
     torch.compiler.reset()  # it skips what an earlier compilation could not trace
     with pytest.raises(Exception, match=r"deltachain publishes .* compile the step without"):
-        torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+        torch.compile(training.optimizer.step, backend="eager", fullgraph=True)()
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
@@ -483,11 +486,10 @@ def test_a_publisher_whose_optimizers_bring_no_version_is_not_ready(
         "of a copy": sgd(copy.deepcopy(model).parameters()),
     }[which]
     hook(model, given, on_error="warn", metrics="127.0.0.1:0")
-    url = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
     for several, code in ((given, 200), ([other] * 9, 503), (given, 200)):
         for one in several:
             one.step()
-        assert httpx.get(url).status_code == code
+        assert httpx.get(served(caplog) + "/readyz").status_code == code
 
 
 def test_an_optimizer_that_does_not_step_is_told(
@@ -506,70 +508,54 @@ def test_an_optimizer_that_does_not_step_is_told(
 
 @pytest.mark.parametrize("copies", ["both", "optimizer"])
 def test_the_steps_of_a_copy_are_told(
-    hook: Hook, caplog: pytest.LogCaptureFixture, copies: str
+    begin: Begin, caplog: pytest.LogCaptureFixture, copies: str
 ) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer)
+    training = begin()
     if copies == "both":
-        model, optimizer = copy.deepcopy((model, optimizer))
+        training.model, training.optimizer = copy.deepcopy((training.model, training.optimizer))
     else:
-        optimizer = copy.deepcopy(optimizer)
-    for seed in range(3):
-        step(model, optimizer, seed)
+        training.optimizer = copy.deepcopy(training.optimizer)
+    training.step(0, 1, 2)
     assert caplog.text.count("trains weights of the same shapes as this model's") == 1
-    attachment.detach()
+    training.attachment.detach()
     assert "no step was published: SGD, which attach was given, did not step" in caplog.text
 
 
 def test_other_models_that_are_trained_in_turn_are_not_called_copies(
-    hook: Hook, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, other = fp32_model(), fp32_model()
-    mine, its = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
-    attachment = hook(model, mine)
+    training, other = begin(), fp32_model()
+    its = SGD(other.parameters(), lr=0.1)
     for seed in range(3):
         step(other, its, seed)
-        step(model, mine, seed)
-    attachment.detach()
+        training.step(seed)
+    training.attachment.detach()
     assert "optimizer_steps" not in caplog.text  # the logger of all warnings about steps
 
 
 def test_weights_that_are_changed_after_a_step_are_told(
-    hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
+    training = begin()
     for seed in range(3):
-        step(model, optimizer, seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.01, 0.01)
+        training.step(seed)
+        clamp_(training.model)
     assert caplog.text.count("weights were changed after the optimizer's step") == 1
-    attachment.detach()
-    assert same(versions(tmp_path)[4].state, bits_of(model))
+    training.attachment.detach()
+    assert same(versions(tmp_path)[4].state, bits_of(training.model))
 
 
 def test_changes_of_a_hook_after_a_step_are_part_of_it(
-    hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = fp32_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    attachment = hook(model, optimizer, when_busy="wait")
-
-    @torch.no_grad()
-    def clamp(*_: object) -> None:
-        for parameter in model.parameters():
-            parameter.clamp_(-0.01, 0.01)
-
-    optimizer.register_step_post_hook(clamp)
+    training = begin()
+    training.optimizer.register_step_post_hook(lambda *_: clamp_(training.model))
+    truth = []
     for seed in range(2):
-        step(model, optimizer, seed)
-    attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 3
-    assert same(found[2].state, bits_of(model))
+        training.step(seed)
+        truth.append(bits_of(training.model))
+    training.attachment.detach()
+    assert_published(tmp_path, truth)
     assert "weights were changed" not in caplog.text
 
 

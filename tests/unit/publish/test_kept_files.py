@@ -1,12 +1,10 @@
 # ruff: noqa: S106 - tokens of text
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,245 +13,31 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
+    BlipImageProcessor,
+    InstructBlipProcessor,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 
-from deltachain.chain.chain import Chain
+from deltachain.checkpoint import ASSET_NBYTES
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.hf_trainer import DeltaChainCallback
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.source import collect_weights
+from deltachain.publish.model.kept_files import with_dtype_of
 from deltachain.publish.push import push
-from deltachain.publish.snapshot import (
-    Memory,
-    Slabs,
-    Snapshot,
-    SnapshotPlace,
-    choose_place,
-    read,
-    reserve_nbytes,
-)
-from deltachain.publish.wire_form import Diff
-from deltachain.store import MemoryStore
-from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from deltachain.store import FileStore, MemoryStore
+from deltachain.subscribe import Subscriber
+from deltachain.subscribe.targets.folder import OwnFolder, write_assets
+from deltachain.types import TensorSpec
+from tests.unit.publish.chains import head_of
 from tests.unit.publish.library import llama
-
-
-def snapshot_of(
-    model: nn.Module,
-    *,
-    on_device: bool = False,
-    dtype: str | None = None,
-    where: SnapshotPlace | None = None,
-) -> Snapshot:
-    return Snapshot(collect_weights(model, dtype=dtype), where=where, on_device=on_device)
-
-
-def kept(snapshot: Snapshot, model: nn.Module) -> dict[str, object]:
-    return {w.spec.name: snapshot.bits(w).tolist() for w in collect_weights(model).weights}
-
-
-def listed(diff: Diff) -> dict[str, list[list[int]]]:
-    return {name: [part.tolist() for part in changes] for name, changes in diff.live.items()}
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("dtype", [None, "BF16"])
-@pytest.mark.parametrize("model", [TinyModel, lambda: plain_model(dtype=torch.float32)])
-def test_the_device_path_finds_what_the_host_path_finds(
-    model: type[TinyModel], dtype: str | None, where: SnapshotPlace
-) -> None:
-    live = model()
-    host = snapshot_of(live, dtype=dtype)
-    device = snapshot_of(live, on_device=True, dtype=dtype, where=where)
-    assert device.kernel == "device" != host.kernel
-    for step in range(3):
-        train_(live, step)
-        found = host.diff_()
-        assert listed(found) == listed(device.diff_())
-        assert found.live
-        assert host.state == device.state
-        weights = collect_weights(live, dtype=dtype).weights
-        assert all(np.array_equal(host.bits(w), device.bits(w)) for w in weights)
-
-
-@pytest.mark.parametrize("where", [None, "host", "device"])
-def test_a_diff_that_is_restored_is_found_again(where: SnapshotPlace | None) -> None:
-    model = TinyModel()
-    snapshot = snapshot_of(model, on_device=where is not None, where=where)
-    before, state = kept(snapshot, model), snapshot.state
-    train_(model, 1)
-    diff = snapshot.diff_()
-    after, moved = kept(snapshot, model), snapshot.state
-    assert moved != state
-    snapshot.restore(diff)
-    assert (kept(snapshot, model), snapshot.state) == (before, state)
-    assert listed(snapshot.diff_()) == listed(diff)
-    snapshot.restore(diff)
-    snapshot.redo(diff)
-    assert (kept(snapshot, model), snapshot.state) == (after, moved)
-    assert snapshot.diff_().live == {}
-
-
-@pytest.mark.parametrize("where", [None, "host", "device"])
-def test_a_diff_that_fails_moves_nothing(where: SnapshotPlace | None) -> None:
-    model, last = plain_model(), torch.ones(1)
-    model.register_buffer("last_scale", last)
-    snapshot = snapshot_of(model, on_device=where is not None, where=where)
-    before, state = kept(snapshot, model), snapshot.state
-    train_(model, 1, share=0.5)
-    last.fill_(torch.nan)
-    with pytest.raises(ConfigError, match="'last_scale' is a scale that is not finite"):
-        snapshot.diff_()
-    last.fill_(1)
-    assert (kept(snapshot, model), snapshot.state) == (before, state)
-    assert set(snapshot.diff_().live) == {"0.bias", "0.weight", "1.bias", "1.weight"}
-
-
-def test_tensors_that_a_load_replaced_are_found() -> None:
-    model, other = plain_model(0), plain_model(1)
-    snapshot = snapshot_of(model)
-    model.load_state_dict(other.state_dict(), assign=True)
-    snapshot.diff_()
-    weights = collect_weights(model).weights
-    assert same({w.spec.name: snapshot.bits(w) for w in weights}, bits_of(other))
-
-
-def test_a_frozen_weight_that_is_trained_later_is_refused() -> None:
-    model = TinyModel()
-    snapshot = snapshot_of(model)
-    model.frozen.weight.requires_grad_(True)
-    with pytest.raises(ConfigError, match="was frozen"):
-        snapshot.diff_()
-
-
-def test_a_frozen_weight_that_is_written_to_is_refused() -> None:
-    model = TinyModel()
-    snapshot = snapshot_of(model)
-    with torch.no_grad():
-        model.frozen.weight[3, 2] += 1
-    for _ in range(2):  # as long as it is so
-        with pytest.raises(ConfigError, match=r"frozen\.weight.*changed since") as caught:
-            snapshot.diff_()
-    assert "state_dict" in caught.value.hint
-    with torch.no_grad():
-        model.frozen.weight[3, 2] -= 1
-        model.frozen.weight.copy_(TinyModel().frozen.weight)
-    assert listed(snapshot.diff_()) == {}
-
-
-def test_a_vector_without_a_gradient_is_compared() -> None:
-    """As biases of experts, which trainers move by hand."""
-    model, store = plain_model(), MemoryStore()
-    model[1].bias.requires_grad_(False)  # type: ignore[index]
-    with Publisher("memory://x", store=store).attach(model) as publisher:
-        model[1].bias.data += 1  # type: ignore[index]
-        publisher.publish().result()
-        assert same(recompute(store)[1].state, bits_of(model))
-
-
-def test_a_frozen_inference_tensor_is_no_obstacle() -> None:
-    with torch.inference_mode():
-        model = TinyModel()
-    assert listed(snapshot_of(model).diff_()) == {}
-
-
-def test_empty_tensors_have_no_changes() -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.empty(3, 0))
-    for on_device in (False, True):
-        snapshot = snapshot_of(model, on_device=on_device)
-        assert snapshot.diff_().live == {}
-
-
-def test_a_batch_that_failed_to_be_enqueued_leaves_the_snapshot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Earlier batches have updated a snapshot on the device by then: they are put back."""
-    model = plain_model()
-    snapshot = snapshot_of(model, on_device=True, where="device")
-    before, state = kept(snapshot, model), snapshot.state
-    train_(model, 1, share=0.5)
-    live, given = snapshot._source.live, []
-
-    def fails() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, (name, tensor) in enumerate(live()):
-            if number == 3:
-                raise MemoryError("no memory")
-            given.append(name)
-            yield name, tensor
-
-    monkeypatch.setattr("deltachain.kernels.device_diff.BATCH_NBYTES", 1)
-    monkeypatch.setattr(snapshot, "_source", replace(snapshot._source, live=fails))
-    with pytest.raises(MemoryError):
-        snapshot.diff_()
-    assert len(given) == 3
-    monkeypatch.undo()
-    assert (kept(snapshot, model), snapshot.state) == (before, state)
-    assert snapshot.diff_().live
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_an_export_may_use_the_memory_of_its_tensors_again(where: SnapshotPlace) -> None:
-    values = {
-        name: torch.full((100,), number, dtype=torch.bfloat16) for number, name in enumerate("abc")
-    }
-
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
-        room = torch.empty(100, dtype=torch.bfloat16)
-        for name, value in values.items():
-            yield name, room.copy_(value)
-
-    snapshot = Snapshot(collect_weights(export), where=where, on_device=True)
-    for name in "ac":
-        values[name][7] += 1
-    found = listed(snapshot.diff_())
-    assert {name: indices for name, (indices, *_) in found.items()} == {"a": [7], "c": [7]}
-
-
-def test_a_snapshot_is_on_the_host_or_on_the_device() -> None:
-    with pytest.raises(ConfigError, match="snapshot='disk': expected one of"):
-        PublishConfig(url="memory://x", snapshot="disk")  # type: ignore[arg-type]
-
-
-def test_a_publisher_says_that_a_snapshot_cannot_be_on_the_device(tmp_path: Path) -> None:
-    config = PublishConfig(url=str(tmp_path), snapshot="device")
-    with pytest.raises(ConfigError, match="all weights are compared on the host"):
-        Publisher(config).attach(plain_model())
-
-
-def test_a_snapshot_goes_where_it_fits() -> None:
-    reserve = reserve_nbytes(80, 4)
-    assert reserve == 40 + 24
-    assert choose_place(None, Memory(4 + reserve, 80), 4) == "device"
-    assert choose_place(None, Memory(3 + reserve, 80), 4) == "host"
-    assert choose_place("host", Memory(80, 80), 4) == "host"
-    assert choose_place("device", Memory(0, 80), 4) == "device"
-
-
-def test_tensors_of_a_snapshot_lie_side_by_side() -> None:
-    slabs, host = Slabs({2: 24, 8: 2}), torch.device("cpu")
-    taken = [slabs.take(n, 2, host, resident=False, pinned=False) for n in (9, 8)]
-    assert [kept.at for kept in taken] == [0, 16]
-    assert taken[0].slab is taken[1].slab
-    assert taken[0].slab.numel() == 24
-    assert slabs.take(1, 8, host, resident=False, pinned=False).slab.dtype == torch.int64
-    more = slabs.take(30, 2, host, resident=False, pinned=False)
-    assert (more.at, more.numel, more.slab.numel()) == (0, 30, 32)
-
-
-def test_bits_on_a_device_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltachain.publish.snapshot.READ_NUMEL", 7)
-    for numel in (0, 6, 7, 30):
-        bits = torch.arange(numel, dtype=torch.int16)
-        assert torch.equal(read(bits), bits)
-
 
 WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"]
 
@@ -288,7 +72,8 @@ PICTURES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def described(tmp_path: Path) -> Path:
+    """A checkpoint of a model and a tokenizer, with files that describe other parts."""
     there = tmp_path / "c"
     llama().save_pretrained(there)
     tokenizer().save_pretrained(there)
@@ -298,7 +83,13 @@ def folder(tmp_path: Path) -> Path:
     put(there, "added_tokens.json", {"<s>": 1, "</s>": 2})
     put(there, "adapter_config.json", ADAPTER)
     put(there, "training_log.json", [{"loss": 3.0}])
+    write(there, "source.spm", "x")
     return there
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    return tmp_path / "chain"
 
 
 def put(folder: Path, name: str, document: object) -> None:
@@ -340,6 +131,14 @@ def pushed_twice(folder: Path, change: Callable[[Path], object]) -> MemoryStore:
     return store
 
 
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+
+
+def new_generation(**settings: Any) -> Callable[[Path], None]:
+    return lambda folder: put(folder, "generation_config.json", settings)
+
+
 def other_merges(folder: Path) -> None:
     edit(folder, "tokenizer.json", lambda one: one["model"]["merges"].reverse())
 
@@ -349,6 +148,10 @@ def other_normalizer(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "rotation": (fields("config.json", rope_parameters={"rope_theta": 77.0}), r"config\.json"),
+    "norm": (fields("config.json", rms_norm_eps=0.5), r"config\.json"),
+    "end of generation": (fields("generation_config.json", eos_token_id=5), r"config\.json"),
+    "spm": (lambda f: write(f, "source.spm", "other"), r"spm"),
     "merges": (other_merges, r"tokenizer\.json"),
     "normalizer": (other_normalizer, r"tokenizer\.json"),
     "more tokens": (saved(lambda t: t.add_tokens(["<tool>"])), r"tokenizer\.json"),
@@ -358,6 +161,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         r"'bos_token'|'added_tokens'",
     ),
     "template": (saved(lambda t: setattr(t, "chat_template", "other")), r"chat template"),
+    "template by hand": (lambda f: write(f, "chat_template.jinja", "{{ other }}"), r"template"),
     "no template": (saved(lambda t: setattr(t, "chat_template", None)), r"chat template"),
     "template removed": (lambda f: (f / "chat_template.jinja").unlink(), r"chat template"),
     "added tokens": (fields("added_tokens.json", more=9), r"added_tokens\.json"),
@@ -367,45 +171,39 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "pictures": (fields("preprocessor_config.json", image_mean=[0.0] * 3), r"image_mean"),
     "no rescaling": (fields("preprocessor_config.json", do_rescale=False), r"do_rescale"),
     "no prompt": (fields("1_Pooling/config.json", include_prompt=False), r"include_prompt"),
-    "no limit": (
-        lambda f: put(f, "generation_config.json", {"top_k": 0}),
-        r"generation_config\.json.*top_k",
-    ),
-    "end": (
-        lambda f: put(f, "generation_config.json", {"eos_token_id": 0}),
-        r"generation_config\.json.*eos_token_id",
-    ),
-    "sounds": (lambda f: put(f, "processor_config.json", {"rate": 9}), r"processor_config.*not in"),
-    "generation": (
-        lambda f: put(f, "generation_config.json", {"temperature": 0.5, "eos_token_id": 2}),
+    "new limit": (new_generation(top_k=0), r"generation_config\.json.*top_k"),
+    "new end": (new_generation(eos_token_id=0), r"generation_config\.json.*eos_token_id"),
+    "new temperature": (
+        new_generation(temperature=0.5, eos_token_id=2),
         r"generation_config\.json.*temperature",
     ),
+    "sounds": (lambda f: put(f, "processor_config.json", {"rate": 9}), r"processor_config.*not in"),
     "alpha": (fields("adapter_config.json", lora_alpha=64), r"adapter_config\.json.*lora_alpha"),
     "targets": (fields("adapter_config.json", target_modules=["q_proj"]), r"target_modules"),
     "scaling": (fields("adapter_config.json", use_rslora=True), r"use_rslora"),
-    "unreadable": (lambda f: (f / "modules.json").write_text("{"), r"modules\.json"),
+    "unreadable": (lambda f: write(f, "modules.json", "{"), r"modules\.json"),
 }
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_files_of_another_meaning_are_refused_by_name(folder: Path, change: str) -> None:
-    (folder / "generation_config.json").unlink()
-    store = MemoryStore()
-    push(store, folder, PublishConfig(url=store.url))
+def test_files_of_another_meaning_are_refused_by_name(described: Path, change: str) -> None:
+    if change.startswith("new "):
+        (described / "generation_config.json").unlink()
+    store, (do, why) = MemoryStore(), REFUSED[change]
+    push(store, described, PublishConfig(url=store.url))
     before = sorted(info.key for info in store.list(""))
-    do, why = REFUSED[change]
-    do(folder)
-    train(folder)
+    do(described)
+    train(described)
     with pytest.raises(ChainMismatchError, match=why) as caught:
-        push(store, folder, PublishConfig(url=store.url))
+        push(store, described, PublishConfig(url=store.url))
     assert "another URL" in caught.value.hint
     assert sorted(info.key for info in store.list("")) == before
 
 
-def test_a_template_where_the_chain_has_none_is_refused(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
+def test_a_template_where_the_chain_has_none_is_refused(described: Path) -> None:
+    (described / "chat_template.jinja").unlink()
     with pytest.raises(ChainMismatchError, match="chat template"):
-        pushed_twice(folder, lambda f: (f / "chat_template.jinja").write_text("{{ x }}"))
+        pushed_twice(described, lambda f: write(f, "chat_template.jinja", "{{ x }}"))
 
 
 def reordered(folder: Path) -> None:
@@ -447,11 +245,17 @@ def no_words(folder: Path) -> None:
         (folder / name).unlink()
 
 
+def of_another_run(folder: Path) -> None:
+    fields("config.json", transformers_version="9.9", use_cache=False, _name_or_path="x")(folder)
+    (folder / "source.spm").unlink()
+
+
 SAME: dict[str, Callable[[Path], object]] = {
     "reordered": reordered,
     "saved again": saved(lambda _: None),
     "saved after use": saved(used),
     "another release": of_another_release,
+    "another run": of_another_run,
     "adapter": fields(
         "adapter_config.json",
         base_model_name_or_path="two",
@@ -462,77 +266,78 @@ SAME: dict[str, Callable[[Path], object]] = {
         corda_config=None,
         revision="x",
     ),
-    "generation that the configuration has": lambda f: put(
-        f, "generation_config.json", {"_from_model_config": True, "transformers_version": "9"}
+    "generation that the configuration has": new_generation(
+        _from_model_config=True, transformers_version="9"
     ),
-    "read me": lambda f: (f / "README.md").write_text("other"),
+    "read me": lambda f: write(f, "README.md", "other"),
     "no words": no_words,
 }
 
 
-def test_pictures_that_another_release_describes_in_another_file_are_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def change(folder: Path) -> None:
-        (folder / "preprocessor_config.json").unlink()
-        put(folder, "processor_config.json", {"image_processor": PICTURES})
+def pictures_in_another_file(folder: Path) -> None:
+    """As another release describes them."""
+    (folder / "preprocessor_config.json").unlink()
+    put(folder, "processor_config.json", {"image_processor": PICTURES})
 
-    pushed_twice(folder, change)
-    assert "none of preprocessor_config.json:" in caplog.text
-    assert "others of processor_config.json:" in caplog.text
+
+def files_that_come_and_go(folder: Path) -> None:
+    shutil.rmtree(folder / "1_Pooling")
+    (folder / "source.spm").unlink()
+    write(folder, "target.spm", "x")  # tokenizer.json says it all
+    put(folder, "training_log.json", [{"loss": 2.0}])
+    put(folder, "labels.json", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            pictures_in_another_file,
+            ("none of preprocessor_config.json:", "others of processor_config.json:"),
+        ),
+        (
+            files_that_come_and_go,
+            (
+                "none of 1_Pooling/config.json, source.spm:",
+                "others of labels.json, target.spm, training_log.json:",
+            ),
+        ),
+        (other_normalizer, ("tokenizer.json differs from the chain's in 'normalizer'",)),
+    ],
+)
+def test_a_change_that_only_others_read_is_told(
+    described: Path,
+    change: Callable[[Path], None],
+    told: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if change is other_normalizer:  # that of this class counts, whatever the file says
+        fields("tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")(described)
+    pushed_twice(described, change)
+    assert all(line in caplog.text for line in told)
 
 
 @pytest.mark.parametrize("change", SAME)
-def test_files_of_the_same_meaning_are_no_difference(folder: Path, change: str) -> None:
-    head = Chain.open(pushed_twice(folder, SAME[change])).head()
-    assert head is not None
-    assert head.version == 1
+def test_files_of_the_same_meaning_are_no_difference(described: Path, change: str) -> None:
+    assert head_of(pushed_twice(described, SAME[change])).version == 1
 
 
-def test_a_folder_of_another_release_is_continued_by_this_one(folder: Path) -> None:
-    other = folder.with_name("other")
-    shutil.copytree(folder, other)
+def test_a_folder_of_another_release_is_continued_by_this_one(described: Path) -> None:
+    other = described.with_name("other")
+    shutil.copytree(described, other)
     of_another_release(other)
     store = MemoryStore()
     push(store, other, PublishConfig(url=store.url))
-    train(folder)
-    assert push(store, folder, PublishConfig(url=store.url)).head.version == 1
-
-
-def test_a_change_that_only_other_releases_read_is_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class_of = fields("tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
-    class_of(folder)  # whose normalizer is that of the class, whatever the file says
-    pushed_twice(folder, other_normalizer)
-    assert "tokenizer.json differs from the chain's in 'normalizer'" in caplog.text
-
-
-def test_files_that_a_later_version_lacks_or_nobody_knows_are_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def change(folder: Path) -> None:
-        shutil.rmtree(folder / "1_Pooling")
-        (folder / "source.spm").unlink()
-        (folder / "target.spm").write_text("x")  # tokenizer.json says it all
-        put(folder, "training_log.json", [{"loss": 2.0}])
-        put(folder, "labels.json", ["a"])
-
-    (folder / "source.spm").write_text("x")
-    pushed_twice(folder, change)
-    assert "none of 1_Pooling/config.json, source.spm:" in caplog.text
-    assert "others of labels.json, target.spm, training_log.json:" in caplog.text
+    train(described)
+    assert push(store, described, PublishConfig(url=store.url)).head.version == 1
 
 
 def test_a_tokenizer_that_the_model_outgrew_before_it_was_attached_is_told(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder / "adapter_config.json").unlink()
-    model = LlamaForCausalLM.from_pretrained(folder)
+    model, grown = LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     collect_assets(model, PublishConfig(url="x"))
-    assert "vocab_size is" not in caplog.text
     model.resize_token_embeddings(128)
-    grown = AutoTokenizer.from_pretrained(folder)
     collect_assets(model, PublishConfig(url="x"), grown)
     assert "vocab_size is" not in caplog.text
     collect_assets(model, PublishConfig(url="x"))
@@ -577,3 +382,276 @@ def test_a_tokenizer_that_changes_while_a_trainer_runs_is_refused(
             event(arguments, state, control)
         assert "another" in caught.value.hint
     assert callback.publisher is None
+
+
+OTHERS = (
+    "source.spm",
+    "qwen.tiktoken",
+    "vocab.bpe",
+    "tokenizer.model.v3",
+    "additional_chat_templates/tools.jinja",
+    "1_Pooling/config.json",
+    "modules.json",
+    "qformer_tokenizer/tokenizer_config.json",
+    "language_model/unigrams.txt",
+    "prophetnet.tokenizer",
+)
+NO_FILES = ("trainer_state.json", "modeling_x.py", "2_Dense/x.py", "checkpoint-5/config.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of a model and a tokenizer, with files of other kinds beside them."""
+    there = tmp_path / "origin"
+    llama().save_pretrained(there)
+    tokenizer().save_pretrained(there)
+    for name in (*OTHERS, *NO_FILES):
+        put(there, name, {})
+    return there
+
+
+def pull(chain: Path) -> Path:
+    out = chain.with_name(f"{chain.name}-out")
+    with Subscriber(str(chain), OwnFolder(out), store=FileStore(chain)) as subscriber:
+        subscriber.update()
+        write_assets(subscriber.chain, out)
+    return out
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return found
+
+
+def publish(model: nn.Module, url: Path, *others: object) -> None:
+    config = PublishConfig(url=str(url))
+    with Publisher(config) as publisher:
+        publisher.attach(model, assets=collect_assets(model, config, *others), alone=True)
+
+
+def test_files_of_every_kind_come_with_the_checkpoint(chain: Path, folder: Path) -> None:
+    push(FileStore(chain), folder, PublishConfig(url="x"))
+    pulled = pull(chain)
+    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    for name in there - {"model.safetensors", *NO_FILES}:
+        assert (pulled / name).read_bytes() == (folder / name).read_bytes(), name
+    assert not any((pulled / name).exists() for name in NO_FILES)
+
+
+def test_small_files_that_are_not_carried_are_named_in_one_line(
+    chain: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "my_tokenizer").mkdir()
+    for name in ("README.md", ".gitattributes", "onnx/model.onnx", "my_tokenizer/v2/a.json"):
+        put(folder, name, {})
+    with (folder / "large.json").open("wb") as file:
+        file.truncate(ASSET_NBYTES + 1)
+    named = ["2_Dense/x.py", "large.json", "modeling_x.py", "my_tokenizer/v2/", "onnx/"]
+    push(FileStore(chain), folder, PublishConfig(url="x"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    collect_assets(model, PublishConfig(url="x"), AutoTokenizer.from_pretrained(folder))
+    lines = [line for line in caplog.messages if "not published" in line]
+    assert lines == [f"{folder}: not published, followers lack them: {', '.join(named)}"] * 2
+
+
+def test_a_tokenizer_of_a_processor_comes_in_its_folder(chain: Path, folder: Path) -> None:
+    shutil.rmtree(folder / "additional_chat_templates")
+    main, other = (AutoTokenizer.from_pretrained(folder) for _ in range(2))
+    other.add_tokens(["[DEC]"])
+    processor = InstructBlipProcessor(BlipImageProcessor(), main, other)
+    publish(llama(), chain, processor)
+    processor.save_pretrained(folder)
+    pushed = chain.with_name("pushed")
+    push(FileStore(pushed), folder, PublishConfig(url="x"))
+    for one in (chain, pushed):
+        found: Any = InstructBlipProcessor.from_pretrained(pull(one))
+        assert found.qformer_tokenizer.convert_tokens_to_ids("[DEC]") == len(WORDS)
+
+
+def test_nothing_is_written_through_a_link_in_the_followers_folder(
+    chain: Path, folder: Path, tmp_path: Path
+) -> None:
+    push(FileStore(chain), folder, PublishConfig(url="x"))
+    (tmp_path / "chain-out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "chain-out/1_Pooling").symlink_to(tmp_path / "elsewhere")
+    pull(chain)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_model_that_is_as_it_was_loaded_has_the_files_of_its_origin(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.config.use_cache = False
+    files = collect_assets(model, PublishConfig(url="x"), AutoTokenizer.from_pretrained(folder))
+    assert files == {name: (folder / name).read_bytes() for name in files}
+    assert set(OTHERS) | {"config.json", "tokenizer.json"} <= set(files)
+
+
+@pytest.mark.parametrize(
+    ("wire", "saved"), [(None, torch.bfloat16), ("F32", torch.float32), ("F16", torch.float16)]
+)
+def test_the_pulled_folder_loads_in_the_dtype_that_was_published(
+    chain: Path, folder: Path, wire: str | None, saved: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight += 1e-4
+    with Publisher(PublishConfig(url=str(chain), dtype=wire)) as publisher:
+        publisher.attach(model, alone=True)
+    loaded = AutoModelForCausalLM.from_pretrained(pull(chain))
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(saved))
+
+
+def test_a_configuration_without_a_folder_states_the_dtype_of_its_model(chain: Path) -> None:
+    model = llama().float()
+    model.config.dtype = torch.bfloat16
+    publish(model, chain)
+    assert config_of(pull(chain))["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("most", "stated", "then"),
+    [
+        ("F32", {"dtype": "bfloat16"}, {"dtype": "float32"}),
+        ("F32", {"torch_dtype": "float16", "a": 1}, {"torch_dtype": "float32", "a": 1}),
+        ("F32", {"text_config": {"dtype": "float16"}}, {"text_config": {"dtype": "float32"}}),
+        ("F32", {"dtype": "float32", "vision_config": {"dtype": "bfloat16"}}, None),
+        ("F32", {"dtype": None}, None),
+        ("F32", {"vocab_config": {"dtype": 7}}, None),
+        ("F8_E4M3", {"dtype": "bfloat16"}, None),
+        ("F32", {"dtype": "bfloat16", "quantization_config": {}}, None),
+    ],
+)
+def test_the_stated_dtype_is_that_of_most_elements(
+    most: str, stated: dict[str, Any], then: dict[str, Any] | None
+) -> None:
+    """Where a file states no other one, it stays as it is."""
+    specs = [
+        TensorSpec(dtype, dtype, (numel,))
+        for dtype, numel in ((most, 30), ("BF16", 20), ("I64", 90))
+    ]
+    files = {"config.json": json.dumps(stated).encode(), "tokenizer.json": b"{}"}
+    made = with_dtype_of(files, specs)
+    assert made == files if then is None else json.loads(made["config.json"]) == then
+    assert made["tokenizer.json"] == b"{}"
+
+
+def test_after_a_resize_the_pulled_folder_loads(chain: Path, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    words = AutoTokenizer.from_pretrained(folder)
+    words.add_tokens(["<tool>", "</tool>"])
+    words.chat_template = "{{ messages }} now"
+    model.resize_token_embeddings(len(words))
+    publish(model, chain, words)
+    pulled = pull(chain)
+    found = AutoModelForCausalLM.from_pretrained(pulled).get_input_embeddings().weight
+    assert found.shape[0] == len(words)
+    assert torch.equal(found, model.get_input_embeddings().weight.bfloat16())
+    again = AutoTokenizer.from_pretrained(pulled)
+    assert again.convert_tokens_to_ids("</tool>") == words.convert_tokens_to_ids("</tool>")
+    assert again.chat_template == "{{ messages }} now"
+    assert config_of(pulled).get("dtype") == config_of(folder).get("dtype")
+    assert (pulled / "source.spm").exists()
+
+
+def test_a_template_that_was_removed_is_not_published(folder: Path) -> None:
+    words = AutoTokenizer.from_pretrained(folder)
+    words.chat_template = None
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    files = collect_assets(model, PublishConfig(url="x"), words)
+    assert "chat_template.jinja" not in files
+    assert not json.loads(files["tokenizer_config.json"])["chat_template"]
+
+
+def test_another_head_is_named_in_the_configuration(chain: Path, folder: Path) -> None:
+    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=5)
+    model.config.pad_token_id = 0
+    publish(model, chain)
+    pulled = pull(chain)
+    loaded = LlamaForSequenceClassification.from_pretrained(pulled)
+    assert torch.equal(loaded.score.weight, model.score.weight.to(loaded.score.weight.dtype))
+    assert config_of(pulled)["architectures"] == ["LlamaForSequenceClassification"]
+
+
+def test_a_head_that_the_configuration_does_not_describe_is_refused(
+    chain: Path, folder: Path
+) -> None:
+    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=5)
+    model.score = nn.Linear(model.config.hidden_size, 7, bias=False)
+    with pytest.raises(ConfigError, match=r"'score\.weight' has shape") as caught:
+        publish(model, chain)
+    assert "num_labels" in caught.value.hint
+    assert not chain.exists()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_tie_that_the_configuration_denies_is_refused(chain: Path, *, told: bool) -> None:
+    model = llama(tie_word_embeddings=not told)
+    model.config.tie_word_embeddings = told
+    with pytest.raises(ConfigError, match=f"tie_word_embeddings={told}") as caught:
+        publish(model, chain)
+    assert f"tie_word_embeddings = {not told}" in caught.value.hint
+
+
+def test_a_trainer_that_starts_again_with_another_configuration_is_refused(
+    chain: Path, folder: Path
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    publish(model, chain)
+    publish(model, chain)
+    model.config.rms_norm_eps = 0.5
+    with pytest.raises(ChainMismatchError, match=r"rms_norm_eps"):
+        publish(model, chain)
+
+
+def test_a_configuration_that_changes_between_two_publishes_is_refused(chain: Path) -> None:
+    model = llama()
+    with Publisher(PublishConfig(url=str(chain))) as publisher:
+        publisher.attach(model, alone=True)
+        model.config.use_cache, known = False, model.config.rms_norm_eps
+        model.config.attention_dropout = 0.25  # of training alone
+        model.config.router_aux_loss_coef = 0.5
+        publisher.publish(step=1).result()
+        model.config.rms_norm_eps = 0.5
+        with pytest.raises(ConfigError, match="rms_norm_eps"):
+            publisher.publish(step=2).result()
+        model.config.rms_norm_eps = known
+
+
+def test_generation_settings_that_change_while_a_model_is_trained_are_told_once(
+    chain: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with Publisher(PublishConfig(url=str(chain))) as publisher:
+        publisher.attach(model, alone=True)
+        publisher.publish(step=1).result()
+        assert "generation settings" not in caplog.text
+        model.generation_config.eos_token_id = model.config.eos_token_id = 5
+        for step in (2, 3):
+            publisher.publish(step=step).result()
+        assert caplog.text.count("generation settings changed in 'eos_token_id'") == 1
+        model.generation_config.temperature = 0.25
+        publisher.publish(step=4).result()
+        assert "changed in 'eos_token_id', 'temperature'" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
+def test_a_token_that_changes_in_the_configuration_alone_is_told(
+    chain: Path, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    model = llama(eos_token_id=2, pad_token_id=0)
+    with Publisher(PublishConfig(url=str(chain))) as publisher:
+        publisher.attach(model, alone=True)
+        setattr(model.config, field, 7)
+        publisher.publish(step=1).result()
+    assert f"generation settings changed in {field!r}" in caplog.text
+
+
+def test_the_configuration_of_a_dequantised_model_says_its_own_dtype(folder: Path) -> None:
+    fields("config.json", dtype="bfloat16", quantization_config={"quant_method": "fp8"})(folder)
+    model = llama().float()
+    model.config._name_or_path = str(folder)
+    model.config.dtype = torch.float32
+    written = json.loads(collect_assets(model, PublishConfig(url="memory://x"))["config.json"])
+    assert "quantization_config" not in written
+    assert written["dtype"] == "float32"

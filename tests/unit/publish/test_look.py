@@ -1,392 +1,33 @@
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BlipImageProcessor,
-    InstructBlipProcessor,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
-from deltachain.chain.chain import Chain
-from deltachain.checkpoint import ASSET_NBYTES
-from deltachain.errors import ChainMismatchError, ConfigError
+from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.kept_files import with_dtype_of
 from deltachain.publish.model.refusals import MemoryRange, ModelForm, TensorForm
 from deltachain.publish.model.source import collect_weights
-from deltachain.publish.push import push
-from deltachain.store import FileStore, MemoryStore
-from deltachain.subscribe import Subscriber
-from deltachain.subscribe.targets.folder import OwnFolder, write_assets
-from deltachain.types import TensorSpec
-from tests.support.models import TinyModel, bits_of, plain_model, recompute, same
+from deltachain.publish.snapshot import (
+    Memory,
+    Slabs,
+    Snapshot,
+    SnapshotPlace,
+    choose_place,
+    read,
+    reserve_nbytes,
+)
+from deltachain.publish.wire_form import Diff
+from deltachain.store import MemoryStore
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.support.values import present
-from tests.unit.publish.library import llama
-
-UNKNOWN = "<unk>"
-
-OTHERS = (
-    "source.spm",
-    "qwen.tiktoken",
-    "vocab.bpe",
-    "tokenizer.model.v3",
-    "additional_chat_templates/tools.jinja",
-    "1_Pooling/config.json",
-    "modules.json",
-    "qformer_tokenizer/tokenizer_config.json",
-    "language_model/unigrams.txt",
-    "prophetnet.tokenizer",
-)
-NO_FILES = ("trainer_state.json", "modeling_x.py", "2_Dense/x.py", "checkpoint-5/config.json")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint of a model and a tokenizer, with files of other kinds beside them."""
-    there = tmp_path / "origin"
-    llama().save_pretrained(there)
-    words = {f"t{n}": n for n in range(63)} | {UNKNOWN: 63}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token=UNKNOWN)), unk_token=UNKNOWN
-    )
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(there)
-    for name in (*OTHERS, *NO_FILES):
-        (there / name).parent.mkdir(exist_ok=True)
-        (there / name).write_text("{}")
-    return there
-
-
-def pull(url: Path, out: Path) -> Path:
-    store = FileStore(url)
-    with Subscriber(str(url), OwnFolder(out), store=store) as subscriber:
-        subscriber.update()
-        write_assets(subscriber.chain, out)
-    return out
-
-
-def publish(model: nn.Module, url: Path, *others: object) -> None:
-    config = PublishConfig(url=str(url))
-    with Publisher(config) as publisher:
-        publisher.attach(model, assets=collect_assets(model, config, *others), alone=True)
-
-
-def test_files_of_every_kind_come_with_the_checkpoint(tmp_path: Path, folder: Path) -> None:
-    push(FileStore(tmp_path / "chain"), folder, PublishConfig(url="x"))
-    pulled = pull(tmp_path / "chain", tmp_path / "out")
-    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    for name in there - {"model.safetensors", *NO_FILES}:
-        assert (pulled / name).read_bytes() == (folder / name).read_bytes(), name
-    assert not any((pulled / name).exists() for name in NO_FILES)
-
-
-def test_small_files_that_are_not_carried_are_named_in_one_line(
-    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("README.md", ".gitattributes", "onnx/model.onnx", "my_tokenizer/v2/a.json"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}")
-    with (folder / "large.json").open("wb") as file:
-        file.truncate(ASSET_NBYTES + 1)
-    named = ["2_Dense/x.py", "large.json", "modeling_x.py", "my_tokenizer/v2/", "onnx/"]
-    push(FileStore(tmp_path / "chain"), folder, PublishConfig(url="x"))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    collect_assets(model, PublishConfig(url="x"), AutoTokenizer.from_pretrained(folder))
-    lines = [line for line in caplog.messages if "not published" in line]
-    assert lines == [f"{folder}: not published, followers lack them: {', '.join(named)}"] * 2
-
-
-def test_a_tokenizer_of_a_processor_comes_in_its_folder(tmp_path: Path, folder: Path) -> None:
-    shutil.rmtree(folder / "additional_chat_templates")
-    main, other = (AutoTokenizer.from_pretrained(folder) for _ in range(2))
-    other.add_tokens(["[DEC]"])
-    processor = InstructBlipProcessor(BlipImageProcessor(), main, other)
-    model = llama()
-    publish(model, tmp_path / "chain", processor)
-    processor.save_pretrained(folder)
-    push(FileStore(tmp_path / "pushed"), folder, PublishConfig(url="x"))
-    for name in ("chain", "pushed"):
-        pulled = pull(tmp_path / name, tmp_path / f"{name}-out")
-        found: Any = InstructBlipProcessor.from_pretrained(pulled)
-        assert found.qformer_tokenizer.convert_tokens_to_ids("[DEC]") == 64
-
-
-def test_nothing_is_written_through_a_link_in_the_followers_folder(
-    tmp_path: Path, folder: Path
-) -> None:
-    push(FileStore(tmp_path / "chain"), folder, PublishConfig(url="x"))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out/1_Pooling").symlink_to(tmp_path / "elsewhere")
-    pull(tmp_path / "chain", tmp_path / "out")
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_model_that_is_as_it_was_loaded_has_the_files_of_its_origin(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.config.use_cache = False
-    files = collect_assets(model, PublishConfig(url="x"), AutoTokenizer.from_pretrained(folder))
-    assert files == {name: (folder / name).read_bytes() for name in files}
-    assert set(OTHERS) | {"config.json", "tokenizer.json"} <= set(files)
-
-
-@pytest.mark.parametrize(
-    ("wire", "saved"), [(None, torch.bfloat16), ("F32", torch.float32), ("F16", torch.float16)]
-)
-def test_the_pulled_folder_loads_in_the_dtype_that_was_published(
-    tmp_path: Path, folder: Path, wire: str | None, saved: torch.dtype
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight += 1e-4
-    with Publisher(PublishConfig(url=str(tmp_path / "chain"), dtype=wire)) as publisher:
-        publisher.attach(model, alone=True)
-    loaded = AutoModelForCausalLM.from_pretrained(pull(tmp_path / "chain", tmp_path / "out"))
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(saved))
-
-
-def test_a_configuration_without_a_folder_states_the_dtype_of_its_model(tmp_path: Path) -> None:
-    model = llama().float()
-    model.config.dtype = torch.bfloat16
-    publish(model, tmp_path / "chain")
-    pulled = pull(tmp_path / "chain", tmp_path / "out")
-    assert json.loads((pulled / "config.json").read_bytes())["dtype"] == "float32"
-
-
-ROWS = (("F32", 30), ("BF16", 20), ("I64", 90))
-
-
-@pytest.mark.parametrize(
-    ("stated", "then"),
-    [
-        ({"dtype": "bfloat16"}, {"dtype": "float32"}),
-        ({"torch_dtype": "float16", "a": 1}, {"torch_dtype": "float32", "a": 1}),
-        ({"text_config": {"dtype": "float16"}}, {"text_config": {"dtype": "float32"}}),
-    ],
-)
-def test_the_stated_dtype_is_that_of_most_elements(
-    stated: dict[str, Any], then: dict[str, Any]
-) -> None:
-    specs = [TensorSpec(str(n), dtype, (numel,)) for n, (dtype, numel) in enumerate(ROWS)]
-    files = {"config.json": json.dumps(stated).encode(), "tokenizer.json": b"{}"}
-    made = with_dtype_of(files, specs)
-    assert json.loads(made["config.json"]) == then
-    assert made["tokenizer.json"] == b"{}"
-
-
-@pytest.mark.parametrize(
-    ("stated", "dtype"),
-    [
-        ({"dtype": "float32", "vision_config": {"dtype": "bfloat16"}}, "F32"),
-        ({"dtype": None}, "F32"),
-        ({"vocab_config": {"dtype": 7}}, "F32"),
-        ({"dtype": "bfloat16"}, "F8_E4M3"),
-        ({"dtype": "bfloat16", "quantization_config": {}}, "F32"),
-    ],
-)
-def test_what_states_no_other_dtype_stays_as_it_is(stated: dict[str, Any], dtype: str) -> None:
-    files = {"config.json": json.dumps(stated).encode()}
-    specs = [TensorSpec("a", dtype, (30,)), TensorSpec("b", "BF16", (20,))]
-    assert with_dtype_of(files, specs) == files
-
-
-def test_after_a_resize_the_pulled_folder_loads(tmp_path: Path, folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<tool>", "</tool>"])
-    tokenizer.chat_template = "{{ messages }} now"
-    model.resize_token_embeddings(len(tokenizer))
-    publish(model, tmp_path / "chain", tokenizer)
-    pulled = pull(tmp_path / "chain", tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(pulled)
-    name = "model.embed_tokens.weight"
-    there = loaded.state_dict()[name]
-    assert there.shape[0] == len(tokenizer)
-    assert torch.equal(there, model.state_dict()[name].bfloat16())
-    again = AutoTokenizer.from_pretrained(pulled)
-    assert again.convert_tokens_to_ids("</tool>") == tokenizer.convert_tokens_to_ids("</tool>")
-    assert again.chat_template == "{{ messages }} now"
-    origin = json.loads((folder / "config.json").read_bytes())
-    assert json.loads((pulled / "config.json").read_bytes()).get("dtype") == origin.get("dtype")
-    assert (pulled / "source.spm").exists()
-
-
-def test_a_template_that_was_removed_is_not_published(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    files = collect_assets(model, PublishConfig(url="x"), tokenizer)
-    assert "chat_template.jinja" not in files
-    assert not json.loads(files["tokenizer_config.json"])["chat_template"]
-
-
-def test_another_head_is_named_in_the_configuration(tmp_path: Path, folder: Path) -> None:
-    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=5)
-    model.config.pad_token_id = 0
-    publish(model, tmp_path / "chain")
-    pulled = pull(tmp_path / "chain", tmp_path / "out")
-    loaded = LlamaForSequenceClassification.from_pretrained(pulled)
-    assert torch.equal(loaded.score.weight, model.score.weight.to(loaded.score.weight.dtype))
-    named = json.loads((pulled / "config.json").read_bytes())["architectures"]
-    assert named == ["LlamaForSequenceClassification"]
-
-
-def test_a_head_that_the_configuration_does_not_describe_is_refused(
-    tmp_path: Path, folder: Path
-) -> None:
-    model = LlamaForSequenceClassification.from_pretrained(folder, num_labels=5)
-    model.score = nn.Linear(model.config.hidden_size, 7, bias=False)
-    with pytest.raises(ConfigError, match=r"'score\.weight' has shape") as caught:
-        publish(model, tmp_path / "chain")
-    assert "num_labels" in caught.value.hint
-    assert not (tmp_path / "chain").exists()
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_a_tie_that_the_configuration_denies_is_refused(tmp_path: Path, *, told: bool) -> None:
-    model = llama(tie_word_embeddings=not told)
-    model.config.tie_word_embeddings = told
-    with pytest.raises(ConfigError, match=f"tie_word_embeddings={told}") as caught:
-        publish(model, tmp_path / "chain")
-    assert f"tie_word_embeddings = {not told}" in caught.value.hint
-
-
-def edit(folder: Path, name: str, **fields: Any) -> None:
-    document = json.loads((folder / name).read_bytes())
-    (folder / name).write_text(json.dumps(document | fields))
-
-
-def write(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text)
-
-
-CHANGES = {
-    "rope_theta": lambda f: edit(f, "config.json", rope_parameters={"rope_theta": 77.0}),
-    "eps": lambda f: edit(f, "config.json", rms_norm_eps=0.5),
-    "generation": lambda f: edit(f, "generation_config.json", eos_token_id=5),
-    "template": lambda f: write(f, "chat_template.jinja", "{{ other }}"),
-    "spm": lambda f: write(f, "source.spm", "other"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_files_that_changed_between_two_pushes_are_refused(
-    tmp_path: Path, folder: Path, change: str
-) -> None:
-    store, config = FileStore(tmp_path / "chain"), PublishConfig(url="x")
-    push(store, folder, config)
-    CHANGES[change](folder)
-    more(folder)
-    with pytest.raises(ChainMismatchError, match=r"config\.json|jinja|spm") as caught:
-        push(store, folder, config)
-    assert "another URL" in caught.value.hint
-    head = present(Chain.open(store).head())
-    assert head.version == 0
-
-
-def more(folder: Path) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.lm_head.weight += 1
-    from safetensors.torch import save_file  # noqa: PLC0415
-
-    save_file(model.state_dict(), folder / "model.safetensors")
-
-
-def test_files_that_only_another_run_wrote_are_no_change(tmp_path: Path, folder: Path) -> None:
-    store, config = FileStore(tmp_path / "chain"), PublishConfig(url="x")
-    push(store, folder, config)
-    edit(folder, "config.json", transformers_version="9.9", use_cache=False, _name_or_path="x")
-    (folder / "source.spm").unlink()
-    more(folder)
-    assert push(store, folder, config).head.version == 1
-
-
-def test_a_trainer_that_starts_again_with_another_configuration_is_refused(
-    tmp_path: Path, folder: Path
-) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder)
-    publish(model, tmp_path / "chain")
-    publish(model, tmp_path / "chain")
-    model.config.rms_norm_eps = 0.5
-    with pytest.raises(ChainMismatchError, match=r"rms_norm_eps"):
-        publish(model, tmp_path / "chain")
-
-
-def test_a_configuration_that_changes_between_two_publishes_is_refused(
-    tmp_path: Path, folder: Path
-) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder)
-    with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
-        publisher.attach(model, alone=True)
-        model.config.use_cache, known = False, model.config.rms_norm_eps
-        model.config.attention_dropout = 0.25  # of training alone
-        model.config.router_aux_loss_coef = 0.5
-        publisher.publish(step=1).result()
-        model.config.rms_norm_eps = 0.5
-        with pytest.raises(ConfigError, match="rms_norm_eps"):
-            publisher.publish(step=2).result()
-        model.config.rms_norm_eps = known
-
-
-def test_generation_settings_that_change_while_a_model_is_trained_are_told_once(
-    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder)
-    with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
-        publisher.attach(model, alone=True)
-        publisher.publish(step=1).result()
-        assert "generation settings" not in caplog.text
-        model.generation_config.eos_token_id = model.config.eos_token_id = 5
-        for step in (2, 3):
-            publisher.publish(step=step).result()
-        assert caplog.text.count("generation settings changed in 'eos_token_id'") == 1
-        model.generation_config.temperature = 0.25
-        publisher.publish(step=4).result()
-        assert "changed in 'eos_token_id', 'temperature'" in caplog.text
-
-
-def test_the_configuration_of_a_dequantised_model_says_its_own_dtype(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_bytes())
-    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    model = llama().float()
-    model.config._name_or_path = str(folder)
-    model.config.dtype = torch.float32
-    files = collect_assets(model, PublishConfig(url="memory://x"))
-    written = json.loads(files["config.json"])
-    assert "quantization_config" not in written
-    assert written["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
-def test_a_token_that_changes_in_the_configuration_alone_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str
-) -> None:
-    model = llama(eos_token_id=2, pad_token_id=0)
-    with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
-        publisher.attach(model, alone=True)
-        setattr(model.config, field, 7)
-        publisher.publish(step=1).result()
-    assert f"generation settings changed in {field!r}" in caplog.text
-
-
-Attach = Callable[..., Publisher]
+from tests.unit.publish.chains import Attach, assert_head_is
 
 
 def frozen_first(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -418,15 +59,15 @@ def changed_(model: nn.Module) -> None:
         list(model.parameters())[-1].add_(1)
 
 
-def refused(publisher: Publisher, store: MemoryStore, message: str) -> ConfigError:
-    """Publish, and see the refusal; nothing is committed, and the refusal is always the same."""
+def refused(publisher: Publisher, store: MemoryStore, message: str) -> str:
+    """Publish, and see the refusal: always the same, and nothing is committed. Gives its hint."""
     version = publisher.version
     for _ in range(2):
         with pytest.raises(ConfigError, match=message) as caught:
             publisher.publish()
     assert max(recompute(store)) == version
     assert caught.value.hint
-    return caught.value
+    return caught.value.hint
 
 
 # Memory
@@ -459,6 +100,10 @@ def halved(weight: nn.Parameter) -> None:
     weight.data = weight.data.half()
 
 
+def doubled(weight: nn.Parameter) -> None:
+    weight.data = weight.data.double()
+
+
 OTHER_DATA = [
     (smaller, r"is torch.bfloat16\(2, 24\), and was torch.bfloat16\(40, 24\)"),
     (empty, r"is torch.bfloat16\(0,\), and was torch.bfloat16\(40, 24\)"),
@@ -466,6 +111,7 @@ OTHER_DATA = [
     (cut, "needs 1920 bytes of memory, of which 960 are there"),
     (swapped, "not contiguous"),
     (halved, r"is torch.float16\(40, 24\), and was torch.bfloat16"),
+    (doubled, r"is torch.float64\(40, 24\), and was torch.bfloat16"),
 ]
 
 
@@ -514,14 +160,59 @@ def test_freed_memory_that_is_back_is_followed(store: MemoryStore, attach: Attac
         parameter.data.copy_(values)
     changed_(model)
     assert publisher.publish().result().version == 1
-    assert same(recompute(store)[1].state, bits_of(model))
+    assert_head_is(model, 1, store)
 
 
-def test_a_model_that_is_on_the_meta_device_is_refused(store: MemoryStore, attach: Attach) -> None:
+def to_meta(model: Any) -> None:
+    model.to("meta")
+
+
+def add_buffer(model: Any) -> None:
+    model.register_buffer("scores", torch.zeros(3))
+
+
+def add_parameter(model: Any) -> None:
+    model.register_parameter("scores", nn.Parameter(torch.zeros(3)))
+
+
+def remove(model: Any) -> None:
+    del model[1]
+
+
+def save_halves(model: Any) -> None:
+    def halved(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: object) -> None:
+        state[f"{prefix}0.weight"] = state[f"{prefix}0.weight"] * 0.5
+
+    model.register_state_dict_post_hook(halved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "hint"),
+    [
+        (to_meta, r"'0.(weight|bias)' has no data \(meta device\)", ""),
+        (add_buffer, "'scores' was not there", "URL of its own"),
+        (add_parameter, "'scores' was not there", "URL of its own"),
+        (remove, "'1.(weight|bias)' is gone", "URL of its own"),
+        (save_halves, r"'0\.weight' is not the same in the model's state_dict", ""),
+    ],
+)
+def test_another_model_than_was_attached_is_refused(
+    change: Callable[[Any], None], message: str, hint: str, store: MemoryStore, attach: Attach
+) -> None:
     model = plain_model()
     publisher = attach(model)
-    model.to("meta")
-    refused(publisher, store, r"'0.weight' has no data \(meta device\)")
+    change(model)
+    assert hint in refused(publisher, store, message)
+
+
+def test_a_frozen_weight_that_moves_into_the_memory_of_a_trained_one_is_refused(
+    store: MemoryStore, attach: Attach
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[0].weight.requires_grad_(False)
+    publisher = attach(model)
+    model[0].weight.data = model[1].weight.data
+    refused(publisher, store, "'0.weight' was frozen .* in the memory of a weight that is trained")
 
 
 def test_an_export_whose_tensor_has_no_memory_is_refused(
@@ -550,40 +241,28 @@ def test_a_head_that_is_untied_is_refused(store: MemoryStore, attach: Attach) ->
     model: Any = TinyModel()
     publisher = attach(model)
     model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
-    caught = refused(publisher, store, "'head.weight' and 'embed.weight' were one tensor")
-    assert "tie_weights" in caught.hint
+    hint = refused(publisher, store, "'head.weight' and 'embed.weight' were one tensor")
+    assert "tie_weights" in hint
     model.head.weight = model.embed.weight
     changed_(model)
     assert publisher.publish().result().version == 1
 
 
-def test_tied_names_may_be_two_tensors_of_one_memory(store: MemoryStore, attach: Attach) -> None:
-    model: Any = TinyModel()
-    publisher = attach(model)
-    model.head.weight = nn.Parameter(model.embed.weight.detach())
-    with torch.no_grad():
-        model.head.weight.add_(1)
-    publisher.publish().result()
-    assert same(recompute(store)[1].state, bits_of(model))
-
-
-def add_buffer(model: nn.Module) -> None:
-    model.register_buffer("scores", torch.zeros(3))
-
-
-def add_parameter(model: nn.Module) -> None:
-    model.register_parameter("scores", nn.Parameter(torch.zeros(3)))
-
-
-@pytest.mark.parametrize("add", [add_buffer, add_parameter])
-def test_a_tensor_that_is_new_is_refused(
-    add: Callable[[nn.Module], None], store: MemoryStore, attach: Attach
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_tied_names_may_be_two_tensors_of_one_memory(
+    store: MemoryStore, attach: Attach, *, requires_grad: bool
 ) -> None:
-    model = plain_model()
+    """One of which may be frozen, and is compared with the other."""
+    model: Any = TinyModel()
+    if not requires_grad:
+        model.head.weight = nn.Parameter(model.embed.weight.data, requires_grad=False)
     publisher = attach(model)
-    add(model)
-    caught = refused(publisher, store, "'scores' was not there")
-    assert "URL of its own" in caught.hint
+    if requires_grad:
+        model.head.weight = nn.Parameter(model.embed.weight.detach())
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    publisher.publish().result()
+    assert_head_is(model, 1, store)
 
 
 def test_a_buffer_that_is_not_saved_may_come(attach: Attach) -> None:
@@ -594,35 +273,12 @@ def test_a_buffer_that_is_not_saved_may_come(attach: Attach) -> None:
     assert publisher.publish().result().version == 1
 
 
-def test_a_state_dict_that_has_other_tensors_since_is_refused(
-    store: MemoryStore, attach: Attach
-) -> None:
-    model = plain_model()
-    publisher = attach(model)
-
-    def halved(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: object) -> None:
-        state[f"{prefix}0.weight"] = state[f"{prefix}0.weight"] * 0.5
-
-    model.register_state_dict_post_hook(halved)
-    refused(publisher, store, r"'0\.weight' is not the same in the model's state_dict")
-
-
-def test_a_tensor_that_is_gone_is_refused(store: MemoryStore, attach: Attach) -> None:
-    model: Any = TinyModel()
-    publisher = attach(model)
-    del model.head
-    assert "URL of its own" in refused(publisher, store, "'head.weight' is gone").hint
-
-
-@pytest.mark.parametrize("convert", ["half", "double"])
-def test_another_dtype_is_refused(convert: str, store: MemoryStore, attach: Attach) -> None:
-    model = plain_model()
-    publisher = attach(model)
-    getattr(model, convert)()
-    refused(publisher, store, r"is torch.float(16|64)\(40, 24\), and was torch.bfloat16\(40, 24\)")
-
-
 # Frozen weights
+
+
+def written(model: Any, values: Tensor) -> None:
+    with torch.no_grad():
+        model[0].weight.copy_(values)
 
 
 def assigned(model: Any, values: Tensor) -> None:
@@ -644,7 +300,7 @@ def copied(model: Any, values: Tensor) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8-block"])
-@pytest.mark.parametrize("replace", [assigned, given, loaded, copied])
+@pytest.mark.parametrize("replace", [written, assigned, given, loaded, copied])
 def test_a_frozen_weight_is_replaced(
     replace: Callable[[Any, Tensor], None],
     quantization: str | None,
@@ -654,37 +310,20 @@ def test_a_frozen_weight_is_replaced(
     """By equal bits as often as one likes; by others never, unless it is quantised: compared."""
     model: Any = frozen_first()
     publisher = quantising(model, quantization)
+    values = model[0].weight.detach().clone()
     for _ in range(3):
-        replace(model, model[0].weight.detach().clone())
+        replace(model, values.clone())
         changed_(model)
         publisher.publish().result()
-    replace(model, model[0].weight.detach() + 1)
-    if quantization is None:
-        refused(publisher, store, "'0.weight' did not require a gradient .* changed since")
-    else:
+    replace(model, values + 1)
+    if quantization:
         assert publisher.publish().result().nnz > 0
-
-
-def test_a_frozen_weight_in_the_memory_of_a_trained_one_is_compared(
-    store: MemoryStore, attach: Attach
-) -> None:
-    model: Any = TinyModel()
-    model.head.weight = nn.Parameter(model.embed.weight.data, requires_grad=False)
-    publisher = attach(model)
-    with torch.no_grad():
-        model.embed.weight.add_(1)
-    publisher.publish().result()
-    assert same(recompute(store)[1].state, bits_of(model))
-
-
-def test_a_frozen_weight_that_moves_into_such_memory_is_refused(
-    store: MemoryStore, attach: Attach
-) -> None:
-    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[0].weight.requires_grad_(False)
-    publisher = attach(model)
-    model[0].weight.data = model[1].weight.data
-    refused(publisher, store, "'0.weight' was frozen .* in the memory of a weight that is trained")
+        return
+    hint = refused(publisher, store, "'0.weight' did not require a gradient .* changed since")
+    assert "state_dict" in hint
+    replace(model, values)
+    changed_(model)
+    assert publisher.publish().result().version == 4
 
 
 def form(start: int, stop: int, device: str = "cpu") -> TensorForm:
@@ -732,3 +371,192 @@ def test_a_tensor_subclass_is_refused() -> None:
 def test_a_model_that_is_only_looked_at_is_not_kept() -> None:
     source = collect_weights(plain_model())
     assert all(weight.tensor.is_meta for weight in source.weights)
+
+
+# Snapshots
+
+
+def snapshot_of(
+    model: nn.Module,
+    *,
+    on_device: bool = False,
+    dtype: str | None = None,
+    where: SnapshotPlace | None = None,
+) -> Snapshot:
+    return Snapshot(collect_weights(model, dtype=dtype), where=where, on_device=on_device)
+
+
+def kept(snapshot: Snapshot, model: nn.Module) -> dict[str, object]:
+    return {w.spec.name: snapshot.bits(w).tolist() for w in collect_weights(model).weights}
+
+
+def listed(diff: Diff) -> dict[str, list[list[int]]]:
+    return {name: [part.tolist() for part in changes] for name, changes in diff.live.items()}
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("dtype", [None, "BF16"])
+@pytest.mark.parametrize("model", [TinyModel, lambda: plain_model(dtype=torch.float32)])
+def test_the_device_path_finds_what_the_host_path_finds(
+    model: type[TinyModel], dtype: str | None, where: SnapshotPlace
+) -> None:
+    live = model()
+    host = snapshot_of(live, dtype=dtype)
+    device = snapshot_of(live, on_device=True, dtype=dtype, where=where)
+    assert device.kernel == "device" != host.kernel
+    for step in range(3):
+        train_(live, step)
+        found = host.diff_()
+        assert listed(found) == listed(device.diff_())
+        assert found.live
+        assert host.state == device.state
+        weights = collect_weights(live, dtype=dtype).weights
+        assert all(np.array_equal(host.bits(w), device.bits(w)) for w in weights)
+
+
+@pytest.mark.parametrize("where", [None, "host", "device"])
+def test_a_diff_that_is_restored_is_found_again(where: SnapshotPlace | None) -> None:
+    model = TinyModel()
+    snapshot = snapshot_of(model, on_device=where is not None, where=where)
+    before, state = kept(snapshot, model), snapshot.state
+    train_(model, 1)
+    diff = snapshot.diff_()
+    after, moved = kept(snapshot, model), snapshot.state
+    assert moved != state
+    snapshot.restore(diff)
+    assert (kept(snapshot, model), snapshot.state) == (before, state)
+    assert listed(snapshot.diff_()) == listed(diff)
+    snapshot.restore(diff)
+    snapshot.redo(diff)
+    assert (kept(snapshot, model), snapshot.state) == (after, moved)
+    assert snapshot.diff_().live == {}
+
+
+@pytest.mark.parametrize("where", [None, "host", "device"])
+def test_a_diff_that_fails_moves_nothing(where: SnapshotPlace | None) -> None:
+    model, last = plain_model(), torch.ones(1)
+    model.register_buffer("last_scale", last)
+    snapshot = snapshot_of(model, on_device=where is not None, where=where)
+    before, state = kept(snapshot, model), snapshot.state
+    train_(model, 1, share=0.5)
+    last.fill_(torch.nan)
+    with pytest.raises(ConfigError, match="'last_scale' is a scale that is not finite"):
+        snapshot.diff_()
+    last.fill_(1)
+    assert (kept(snapshot, model), snapshot.state) == (before, state)
+    assert set(snapshot.diff_().live) == {"0.bias", "0.weight", "1.bias", "1.weight"}
+
+
+def test_tensors_that_a_load_replaced_are_found() -> None:
+    model, other = plain_model(0), plain_model(1)
+    snapshot = snapshot_of(model)
+    model.load_state_dict(other.state_dict(), assign=True)
+    snapshot.diff_()
+    weights = collect_weights(model).weights
+    assert same({w.spec.name: snapshot.bits(w) for w in weights}, bits_of(other))
+
+
+def test_a_frozen_weight_that_is_trained_later_is_refused() -> None:
+    model = TinyModel()
+    snapshot = snapshot_of(model)
+    model.frozen.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="was frozen"):
+        snapshot.diff_()
+
+
+def test_a_vector_without_a_gradient_is_compared(store: MemoryStore, attach: Attach) -> None:
+    """As biases of experts, which trainers move by hand."""
+    model: Any = plain_model()
+    model[1].bias.requires_grad_(False)
+    publisher = attach(model)
+    model[1].bias.data += 1
+    publisher.publish().result()
+    assert_head_is(model, 1, store)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_inference_tensors_and_empty_ones_have_no_changes(*, on_device: bool) -> None:
+    with torch.inference_mode():
+        model = TinyModel()
+    assert listed(snapshot_of(model).diff_()) == {}
+    empty = nn.Module()
+    empty.weight = nn.Parameter(torch.empty(3, 0))
+    assert listed(snapshot_of(empty, on_device=on_device).diff_()) == {}
+
+
+def test_a_batch_that_failed_to_be_enqueued_leaves_the_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Earlier batches have updated a snapshot on the device by then: they are put back."""
+    model = plain_model()
+    snapshot = snapshot_of(model, on_device=True, where="device")
+    before, state = kept(snapshot, model), snapshot.state
+    train_(model, 1, share=0.5)
+    live, given = snapshot._source.live, []
+
+    def fails() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(live()):
+            if number == 3:
+                raise MemoryError("no memory")
+            given.append(name)
+            yield name, tensor
+
+    monkeypatch.setattr("deltachain.kernels.device_diff.BATCH_NBYTES", 1)
+    monkeypatch.setattr(snapshot, "_source", replace(snapshot._source, live=fails))
+    with pytest.raises(MemoryError):
+        snapshot.diff_()
+    assert len(given) == 3
+    monkeypatch.undo()
+    assert (kept(snapshot, model), snapshot.state) == (before, state)
+    assert snapshot.diff_().live
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_an_export_may_use_the_memory_of_its_tensors_again(where: SnapshotPlace) -> None:
+    values = {
+        name: torch.full((100,), number, dtype=torch.bfloat16) for number, name in enumerate("abc")
+    }
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        room = torch.empty(100, dtype=torch.bfloat16)
+        for name, value in values.items():
+            yield name, room.copy_(value)
+
+    snapshot = Snapshot(collect_weights(export), where=where, on_device=True)
+    for name in "ac":
+        values[name][7] += 1
+    found = listed(snapshot.diff_())
+    assert {name: indices for name, (indices, *_) in found.items()} == {"a": [7], "c": [7]}
+
+
+def test_a_publisher_says_that_a_snapshot_cannot_be_on_the_device(tmp_path: Path) -> None:
+    config = PublishConfig(url=str(tmp_path), snapshot="device")
+    with pytest.raises(ConfigError, match="all weights are compared on the host"):
+        Publisher(config).attach(plain_model())
+
+
+def test_a_snapshot_goes_where_it_fits() -> None:
+    reserve = reserve_nbytes(80, 4)
+    assert reserve == 40 + 24
+    assert choose_place(None, Memory(4 + reserve, 80), 4) == "device"
+    assert choose_place(None, Memory(3 + reserve, 80), 4) == "host"
+    assert choose_place("host", Memory(80, 80), 4) == "host"
+    assert choose_place("device", Memory(0, 80), 4) == "device"
+
+
+def test_tensors_of_a_snapshot_lie_side_by_side() -> None:
+    slabs, host = Slabs({2: 24, 8: 2}), torch.device("cpu")
+    taken = [slabs.take(n, 2, host, resident=False, pinned=False) for n in (9, 8)]
+    assert [kept.at for kept in taken] == [0, 16]
+    assert taken[0].slab is taken[1].slab
+    assert taken[0].slab.numel() == 24
+    assert slabs.take(1, 8, host, resident=False, pinned=False).slab.dtype == torch.int64
+    more = slabs.take(30, 2, host, resident=False, pinned=False)
+    assert (more.at, more.numel, more.slab.numel()) == (0, 30, 32)
+
+
+def test_bits_on_a_device_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltachain.publish.snapshot.READ_NUMEL", 7)
+    for numel in (0, 6, 7, 30):
+        bits = torch.arange(numel, dtype=torch.int16)
+        assert torch.equal(read(bits), bits)

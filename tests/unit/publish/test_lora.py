@@ -30,7 +30,8 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.lora import adapter_assets, adapter_tensors, merged_tensors
 from deltachain.publish.model.source import collect_weights
 from deltachain.publish.push import push
-from deltachain.store import FileStore, MemoryStore
+from deltachain.store import FileStore, MemoryStore, Store
+from deltachain.torch_names import TORCH_DTYPES
 from tests.support.models import recompute
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -38,22 +39,21 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def base() -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return Qwen3ForCausalLM(config).bfloat16().eval()
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, **sizes, **heads)).bfloat16().eval()
 
 
-def adapted() -> Any:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-    model = get_peft_model(base(), config)
-    return model.eval()
+def adapted(model: Any = None, **settings: Any) -> Any:
+    """A model with LoRA factors of two layers, or of others."""
+    chosen = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
+    return get_peft_model(model or base(), LoraConfig(**chosen)).eval()
+
+
+def published(model: Any, store: Store) -> Publisher:
+    """Publish the adapter of a model."""
+    publisher = Publisher(PublishConfig(url=store.url), store=store)
+    return publisher.attach(lambda: adapter_tensors(model), assets=adapter_assets(model))
 
 
 def train_(model: Any, step: int) -> None:
@@ -68,13 +68,10 @@ def bits(tensors: Any) -> dict[str, bytes]:
     return {n: t.detach().contiguous().view(torch.uint8).numpy().tobytes() for n, t in tensors}
 
 
-def test_versions_of_an_adapter_load_into_peft(tmp_path: Path) -> None:
-    model, store = adapted(), MemoryStore()
+def test_versions_of_an_adapter_load_into_peft(tmp_path: Path, store: MemoryStore) -> None:
+    model = adapted()
     logits = [model(TOKENS).logits]
-    config = PublishConfig(url=store.url)
-    with Publisher(config, store=store).attach(
-        lambda: adapter_tensors(model), assets=adapter_assets(model)
-    ) as publisher:
+    with published(model, store) as publisher:
         for step in range(3):
             train_(model, step)
             logits.append(model(TOKENS).logits)
@@ -88,7 +85,7 @@ def test_versions_of_an_adapter_load_into_peft(tmp_path: Path) -> None:
             (folder / name).write_bytes(data)
         tensors = {
             spec.name: torch.from_numpy(found.state[spec.name].copy())
-            .view(torch.float32 if spec.dtype == "F32" else torch.bfloat16)
+            .view(TORCH_DTYPES[spec.dtype])
             .view(spec.shape)
             for spec in chain.table.specs()
         }
@@ -113,21 +110,17 @@ def scale(model: Any, by: float) -> None:
 def test_an_adapter_whose_initialisation_changed_its_base_is_told(
     start: Any, told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)
-    model = get_peft_model(base().float(), settings)
-    adapter_assets(model)
+    adapter_assets(adapted(base().float(), init_lora_weights=start))
     assert caplog.text.count("fits only the base") == told
     assert caplog.text.count("path_initial_model_for_weight_conversion") == told
 
 
 @pytest.mark.parametrize("change", [alpha, scale])
 def test_an_adapter_that_computes_otherwise_than_its_configuration_says_is_refused(
-    change: Callable[[Any, float], None],
+    change: Callable[[Any, float], None], store: MemoryStore
 ) -> None:
-    model, store = adapted(), MemoryStore()
-    with Publisher(PublishConfig(url=store.url), store=store).attach(
-        lambda: adapter_tensors(model), assets=adapter_assets(model)
-    ) as publisher:
+    model = adapted()
+    with published(model, store) as publisher:
         train_(model, 0)
         publisher.publish(step=0).result(60)
         change(model, 0.5)
@@ -151,27 +144,25 @@ def test_an_adapter_that_computes_otherwise_than_its_configuration_says_is_refus
 def test_an_adapter_of_any_scale_that_its_configuration_says_is_published(
     more: dict[str, Any],
 ) -> None:
-    settings = {"target_modules": ["q_proj", "down_proj"], **more}
-    model = get_peft_model(base(), LoraConfig(r=4, lora_alpha=8, **settings))
-    assert list(adapter_tensors(model))
+    assert list(adapter_tensors(adapted(**more)))
 
 
-def test_a_merged_publish_is_what_peft_merges_and_leaves_the_live_model_alone() -> None:
-    model, store = adapted(), MemoryStore()
+def test_a_merged_publish_is_what_peft_merges_and_leaves_the_live_model_alone(
+    store: MemoryStore,
+) -> None:
+    model = adapted()
     frozen = bits((n, p) for n, p in model.named_parameters() if not p.requires_grad)
-    with Publisher(PublishConfig(url=store.url), store=store).attach(
-        lambda: merged_tensors(model)
-    ) as publisher:
+    publisher = Publisher(PublishConfig(url=store.url), store=store)
+    with publisher.attach(lambda: merged_tensors(model)):
         for step in range(3):
             train_(model, step)
             publisher.publish(step=step).result(60)
     assert bits((n, p) for n, p in model.named_parameters() if not p.requires_grad) == frozen
-    merged = copy.deepcopy(model).merge_and_unload().state_dict()
-    merged = {name: tensor for name, tensor in merged.items() if name != "lm_head.weight"}
+    merged = bits(copy.deepcopy(model).merge_and_unload().state_dict().items())
     *_, newest = recompute(store).values()
     published = {name: data.tobytes() for name, data in newest.state.items()}
-    del published["lm_head.weight"]
-    assert published == bits(merged.items())
+    del merged["lm_head.weight"], published["lm_head.weight"]
+    assert published == merged
 
 
 @pytest.mark.parametrize("casts", [True, False])
@@ -199,8 +190,15 @@ def test_merging_rounds_once(casts: bool) -> None:
     ],
 )
 def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], name: str) -> None:
-    settings: dict[str, Any] = {"target_modules": ["q_proj"], **more}
-    model = get_peft_model(base(), LoraConfig(r=4, **settings))
+    model = adapted(**{"target_modules": ["q_proj"], **more})
+    with pytest.raises(ConfigError, match=name):
+        list(merged_tensors(model))
+
+
+@pytest.mark.parametrize("name", ["lora_bias", "target_parameters"])
+def test_what_an_adapter_adds_elsewhere_is_not_merged(name: str) -> None:
+    model = adapted()
+    setattr(model.peft_config["default"], name, True)
     with pytest.raises(ConfigError, match=name):
         list(merged_tensors(model))
 
@@ -233,7 +231,7 @@ def test_names_of_the_base_model_stay_as_they_are() -> None:
     attention.register_parameter("lora_w", nn.Parameter(torch.ones(2)))
     attention.base_layer = nn.Linear(2, 2)
     names = set(model.state_dict())
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    peft = adapted(model, target_modules=["q_proj"])
     assert {name for name, _ in merged_tensors(peft)} == names
 
 
@@ -246,22 +244,13 @@ def test_layers_in_wrappers_are_merged() -> None:
     assert bits(merged_tensors(model)) == expected
 
 
-@pytest.mark.parametrize("name", ["lora_bias", "target_parameters"])
-def test_what_an_adapter_adds_elsewhere_is_not_merged(name: str) -> None:
-    model = adapted()
-    setattr(model.peft_config["default"], name, True)
-    with pytest.raises(ConfigError, match=name):
-        list(merged_tensors(model))
-
-
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 def test_an_adapter_of_a_tied_layer_is_not_merged() -> None:
     tied = base()
     tied.config.tie_word_embeddings = True
     tied.tie_weights()
-    model = get_peft_model(tied, LoraConfig(r=4, target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match="share"):
-        list(merged_tensors(model))
+        list(merged_tensors(adapted(tied, target_modules=["lm_head"])))
 
 
 def test_an_adapter_that_is_merged_already_is_not_added_again() -> None:
@@ -275,8 +264,7 @@ def test_an_adapter_that_is_merged_already_is_not_added_again() -> None:
 
 
 def test_a_merged_weight_that_its_dtype_cannot_have_is_refused() -> None:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
-    model: Any = get_peft_model(base().half(), config)
+    model = adapted(base().half())
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     with torch.no_grad():
         layer.lora_B["default"].weight.fill_(1e6)
@@ -311,46 +299,32 @@ METHODS = {
     "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "vera": VeraConfig(target_modules=["q_proj"]),
     "lora": LoraConfig(target_modules=["q_proj"]),
+    "lora that transformers added": LoraConfig(target_modules=["q_proj"]),
 }
 
 
-def publish_adapter(model: Any, url: str) -> None:
-    with Publisher(url).attach(lambda: adapter_tensors(model), assets=adapter_assets(model)):
-        pass
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_a_pulled_adapter_of_any_method_is_what_peft_saves(tmp_path: Path, method: str) -> None:
-    model = get_peft_model(base(), copy.deepcopy(METHODS[method]))
-    publish_adapter(model, (tmp_path / "chain").as_uri())
-    model.save_pretrained(str(tmp_path / "saved"))
-    push(FileStore(tmp_path / "pushed"), tmp_path / "saved", PublishConfig(url="x"))
-    for name in ("chain", "pushed"):
-        pull((tmp_path / name).as_uri(), out=tmp_path / "out" / name)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            found = (tmp_path / "out" / name / file).read_bytes()
-            if file.endswith(".json"):
-                assert json.loads(found) == json.loads((tmp_path / "saved" / file).read_bytes())
-        assert bits(load_file(tmp_path / "out" / name / file).items()) == bits(
-            load_file(tmp_path / "saved" / file).items()
-        )
-        PeftModel.from_pretrained(base(), tmp_path / "out" / name)
-
-
-def test_an_adapter_that_transformers_added_has_the_names_of_peft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pulled_adapter_of_any_method_is_what_peft_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda **_: None)
-    model = base()
-    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    publish_adapter(model, (tmp_path / "chain").as_uri())
-    pull((tmp_path / "chain").as_uri(), out=tmp_path / "out")
-    model.save_pretrained(tmp_path / "saved")
-    found, saved = (tmp_path / name / "adapter_model.safetensors" for name in ("out", "saved"))
-    assert bits(load_file(found).items()) == bits(load_file(saved).items())
-    assert json.loads((tmp_path / "out/adapter_config.json").read_bytes()) == json.loads(
-        (tmp_path / "saved/adapter_config.json").read_bytes()
-    )
+    model, config = base(), copy.deepcopy(METHODS[method])
+    if method == "lora that transformers added":
+        model.add_adapter(config)
+    else:
+        model = get_peft_model(model, config)
+    published(model, FileStore(tmp_path / "chain")).close()
+    saved = tmp_path / "saved"
+    model.save_pretrained(str(saved))
+    push(FileStore(tmp_path / "pushed"), saved, PublishConfig(url="x"))
+    for name in ("chain", "pushed"):
+        found = tmp_path / "out" / name
+        pull((tmp_path / name).as_uri(), out=found)
+        one, other = (json.loads((f / "adapter_config.json").read_bytes()) for f in (found, saved))
+        assert one == other
+        one, other = (load_file(f / "adapter_model.safetensors") for f in (found, saved))
+        assert bits(one.items()) == bits(other.items())
+        PeftModel.from_pretrained(base(), found)
 
 
 class Lora(nn.Linear):

@@ -1,9 +1,8 @@
 import json
-import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
@@ -27,6 +26,7 @@ from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.support.values import present
 from tests.unit.cli.support import invoke
+from tests.unit.publish.chains import Attach, assert_head_is, publish, served
 
 BLOCK = 8
 
@@ -44,6 +44,7 @@ class Exporter:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.weights = {f"{n}.w": torch.randn(32, 16, generator=generator) for n in range(3)}
+        self.further: dict[str, Tensor] = {}
         self.given: list[weakref.ref[Tensor]] = []
         self.alive = 0
 
@@ -60,79 +61,61 @@ class Exporter:
                 self.given.append(weakref.ref(tensor))
                 yield f"{name}.{suffix}", tensor
             del fp8, scale, tensor
+        yield from self.further.items()
 
 
 def bits(exporter: Exporter) -> dict[str, bytes]:
     return {n: t.view(torch.uint8).numpy().tobytes() for n, t in exporter()}
 
 
-def test_fp8_weights_and_scales_are_published_bit_by_bit() -> None:
+def test_fp8_weights_and_scales_are_published_bit_by_bit_and_never_held_whole() -> None:
     store, exporter = MemoryStore(), Exporter()
     expected = [bits(exporter)]
-    with Publisher(PublishConfig(url="memory://x"), store=store).attach(exporter) as publisher:
+    with Publisher("memory://x", store=store).attach(exporter) as publisher:
         for step in range(1, 6):
             exporter.train_(step)
             expected.append(bits(exporter))
             receipt = publisher.publish(step=step).result(60)
             assert 0 < receipt.nnz < receipt.numel
+    assert exporter.alive <= 3
     for version, truth in zip(recompute(store).values(), expected, strict=True):
         assert {name: b.tobytes() for name, b in version.state.items()} == truth
 
 
-def test_an_export_is_never_held_whole() -> None:
-    exporter = Exporter()
-    with Publisher("memory://y", store=MemoryStore()).attach(exporter) as publisher:
-        exporter.train_(1)
-        publisher.publish().result(60)
-    assert exporter.alive <= 3
-
-
-def test_an_export_that_lacks_a_tensor_publishes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("lost", "further", "error", "why"),
+    [
+        ("2.w", "", ConfigError, r"'2\.w\.weight' is gone"),
+        ("", "head.w", UnsupportedModelError, "head.w'"),
+        ("", "1.w.weight", UnsupportedModelError, "1.w.weight'"),
+    ],
+)
+def test_an_export_of_other_tensors_than_before_publishes_nothing(
+    lost: str, further: str, error: type[ConfigError], why: str
+) -> None:
     store, exporter = MemoryStore(), Exporter()
     with Publisher("memory://z", store=store).attach(exporter) as publisher:
-        lost = exporter.weights.pop("2.w")
+        weights = exporter.weights
+        exporter.weights = {name: one for name, one in weights.items() if name != lost}
+        exporter.further = {further: torch.ones(2)} if further else {}
         exporter.train_(1)
-        with pytest.raises(ConfigError, match=r"'2\.w\.weight' is gone"):
+        with pytest.raises(error, match=why) as caught:
             publisher.publish()
-        exporter.weights["2.w"] = lost
+        assert caught.value.hint
+        assert publisher.version == 0
+        exporter.weights, exporter.further = weights, {}
         expected = bits(exporter)
         assert publisher.flush() is not None
     *_, newest = recompute(store).values()
     assert {name: b.tobytes() for name, b in newest.state.items()} == expected
 
 
-def test_an_export_that_gives_a_name_twice_is_refused() -> None:
-    def twice() -> Iterator[tuple[str, Tensor]]:
-        yield from 2 * [("w", torch.zeros(2))]
-
-    with pytest.raises(ConfigError, match="'w' twice"):
-        Publisher("memory://v", store=MemoryStore()).attach(twice)
-
-
-@pytest.mark.parametrize("name", ["head.w", "1.w.weight"])
-def test_an_export_that_gives_a_further_tensor_publishes_nothing(name: str) -> None:
-    store, exporter, further = MemoryStore(), Exporter(), dict[str, Tensor]()
-
-    def export() -> Iterator[tuple[str, Tensor]]:
-        yield from exporter()
-        yield from further.items()
-
-    with Publisher("memory://t", store=store).attach(export) as publisher:
-        further[name] = torch.ones(2)
-        exporter.train_(1)
-        with pytest.raises(UnsupportedModelError, match=f"{name}'") as caught:
-            publisher.publish()
-        assert caught.value.hint
-        assert publisher.version == 0
-        del further[name]
-        assert publisher.flush() is not None
-    *_, newest = recompute(store).values()
-    assert {name: b.tobytes() for name, b in newest.state.items()} == bits(exporter)
-
-
-def test_an_empty_export_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no weights"):
-        Publisher("memory://u", store=MemoryStore()).attach(lambda: ())
+@pytest.mark.parametrize(
+    ("exported", "why"), [(2 * [("w", torch.zeros(2))], "'w' twice"), ([], "no weights")]
+)
+def test_an_export_of_a_name_twice_or_of_nothing_is_refused(exported: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Publisher("memory://v", store=MemoryStore()).attach(lambda: exported)
 
 
 def scraped(url: str) -> dict[str, float]:
@@ -146,51 +129,41 @@ def scraped(url: str) -> dict[str, float]:
 
 
 def test_a_publisher_serves_its_figures_until_it_closes(
-    store: MemoryStore, attach: "Attach", caplog: pytest.LogCaptureFixture
+    store: MemoryStore, attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     model, faulty = TinyModel(), FaultyStore(store)
     publisher = attach(model, faulty, metrics="0", on_error="warn")
-    url = re.findall(r"metrics at (\S+)", caplog.text)[0]
+    url, ready = served(caplog) + "/metrics", served(caplog) + "/readyz"
     assert scraped(url)["deltachain_version"] == 0
-    train_(model, 1)
-    publisher.publish(step=1)
-    receipt = present(publisher.flush())
+    publish(publisher, model, 1)
+    receipt = present(publisher.last)
     found = scraped(url)
     assert (found["deltachain_version"], found["deltachain_commits_total"]) == (1, 1)
     assert found["deltachain_published_bytes_total"] == receipt.nbytes
     assert found["diff"] == receipt.diff_s > 0
     assert 0 < found["upload"] <= found["encode"] == receipt.encode_s
     faulty.down = True
-    train_(model, 2)
-    publisher.publish(step=2)
-    publisher.flush()
+    publish(publisher, model, 2)
     assert scraped(url)["deltachain_failures_total"] >= 1
-    answer = httpx.get(url.replace("/metrics", "/readyz"))
+    answer = httpx.get(ready)
     assert (answer.status_code, "not ready: " in answer.text) == (503, True)
     faulty.down = False
-    train_(model, 3)
-    publisher.publish(step=3)
-    publisher.flush()
-    assert httpx.get(url.replace("/metrics", "/readyz")).text == "ready\n"
+    publish(publisher, model, 3)
+    assert httpx.get(ready).text == "ready\n"
     publisher.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 
 
 def test_a_taken_port_is_an_error_before_training_starts(
-    attach: "Attach", caplog: pytest.LogCaptureFixture
+    attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     attach(TinyModel(), metrics="0")
-    port = re.findall(r"metrics at \S+:(\d+)/", caplog.text)[0]
+    port = served(caplog).rpartition(":")[2]
     with pytest.raises(DeltaChainError, match=f"cannot be served at .*:{port}"):
         attach(TinyModel(), MemoryStore(), metrics=port)
-
-
-def test_an_invalid_address_is_an_error_at_once() -> None:
-    with pytest.raises(ConfigError, match="no address to serve at"):
-        PublishConfig(url="memory://x", metrics="localhost")
 
 
 def test_uploads_at_the_same_time_count_their_time_once() -> None:
@@ -210,11 +183,6 @@ def test_uploads_at_the_same_time_count_their_time_once() -> None:
     assert 0.2 <= clock.seconds <= time.perf_counter() - start
 
 
-def linear() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Linear(1024, 512).bfloat16()
-
-
 def train(model: nn.Module) -> None:
     """Steps of one of some weights, more often of small ones, as optimizers make them."""
     with torch.no_grad():
@@ -224,54 +192,59 @@ def train(model: nn.Module) -> None:
             bits += (torch.rand(bits.shape) < 5e-4 / weight.abs()) * signs
 
 
-def publish(url: str, model: nn.Module, encoding: str, versions: int) -> list[PublishReceipt]:
+def encoded(url: str, model: nn.Module, encoding: str) -> None:
+    """Publish two versions in an encoding, which their receipts name."""
     config = PublishConfig(url=url, encoding=encoding, anchor_factor=1e6)
     with Publisher(config).attach(model) as publisher:
-        receipts = []
-        for _ in range(versions):
+        for _ in range(2):
             train(model)
             publisher.publish()
-            receipts.append(publisher.flush())
-    return [receipt for receipt in receipts if receipt is not None]
+            assert receipt_of(publisher).encoding == encoding
 
 
 def test_followers_read_a_chain_whose_encoding_changes() -> None:
-    url, model = "memory://encodings", linear()
+    torch.manual_seed(3)
+    url, model = "memory://encodings", nn.Linear(1024, 512).bfloat16()
     target = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
     with Subscriber(url, target) as subscriber:
-        receipts = publish(url, model, "step", 2)
+        encoded(url, model, "step")
         subscriber.update()
-        receipts += publish(url, model, "max", 2)
-        followed = subscriber.update()
-    assert followed is not None
+        encoded(url, model, "max")
+        followed = present(subscriber.update())
     assert followed.plan.startswith("2 to 5: delta->3")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(target[name].view(torch.int16), weight.view(torch.int16))
-    assert [receipt.encoding for receipt in receipts] == ["step", "step", "max", "max"]
+    assert same(bits_of(target), bits_of(model))
     shown = json.loads(invoke("log", url, "--json").stdout)["versions"][::-1]
-    assert [version["encodings"] for version in shown if version["nnz"]] == [
-        ["dense"], ["step"], ["step"], ["max"], ["max"],
-    ]  # fmt: skip
+    encodings = [version["encodings"] for version in shown if version["nnz"]]
+    assert encodings == [["dense"], ["step"], ["step"], ["max"], ["max"]]
     assert invoke("verify", url).code == 0
 
 
-Attach = Callable[..., Publisher]
-
-
 class Gate:
-    """Holds a publish up, in the middle of its commit."""
+    """Holds the first publish up, in the middle of its commit, until it is opened."""
 
-    def __init__(self, store: MemoryStore, prefix: str = "manifests/", nth: int = 1) -> None:
+    def __init__(self, store: MemoryStore, attach: Attach) -> None:
         self.reached, self.opened = Event(), Event()
-        self.store = FaultyStore(store)
-        self.fault = Fault(self._hold, prefix, nth=nth)
+        faulty = FaultyStore(store)
+        self.model = plain_model()
+        self.publisher = attach(self.model, on=faulty)
+        faulty.add(Fault(self._hold, "manifests/"))
+        self.first = self.publish(1)
+        assert self.reached.wait(60)
 
     def _hold(self) -> None:
         self.reached.set()
         assert self.opened.wait(60)
 
-    def close(self) -> None:
-        self.store.add(self.fault)
+    def publish(self, step: int) -> Future[PublishReceipt]:
+        train_(self.model, step)
+        return self.publisher.publish(step=step)
+
+
+@pytest.fixture
+def gate(store: MemoryStore, attach: Attach) -> Iterator[Gate]:
+    made = Gate(store, attach)
+    yield made
+    made.opened.set()
 
 
 def receipt_of(publisher: Publisher) -> PublishReceipt:
@@ -281,12 +254,11 @@ def receipt_of(publisher: Publisher) -> PublishReceipt:
 # Wrong use
 
 
-def test_publishing_before_attaching_is_refused(store: MemoryStore) -> None:
-    with (
-        pytest.raises(ConfigError, match="not attached"),
-        Publisher("memory://unused", store=store) as publisher,
-    ):
-        publisher.publish()
+def test_before_attaching_there_is_no_version_and_none_can_be_published(store: MemoryStore) -> None:
+    with Publisher("memory://unused", store=store) as publisher:
+        assert (publisher.version, publisher.epoch, publisher.flush()) == (-1, -1, None)
+        with pytest.raises(ConfigError, match="not attached"):
+            publisher.publish()
 
 
 def test_attaching_twice_is_refused(attach: Attach) -> None:
@@ -295,18 +267,36 @@ def test_attaching_twice_is_refused(attach: Attach) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "why", "hint"),
     [
-        {"encoding": "zip"},
-        {"when_busy": "drop"},
-        {"on_error": "ignore"},
-        {"anchor_factor": 0.0},
-        {"part_nbytes": 0},
+        ({"encoding": "zip"}, "encoding", ""),
+        ({"when_busy": "drop"}, "when_busy", ""),
+        ({"on_error": "ignore"}, "on_error", ""),
+        ({"anchor_factor": 0.0}, "anchor_factor", ""),
+        ({"part_nbytes": 0}, "part_nbytes", ""),
+        ({"metrics": "localhost"}, "no address to serve at", ""),
+        ({"snapshot": "disk"}, "snapshot='disk': expected one of", ""),
+        ({"metadata": {"lr": 0.1}}, "metadata", "str(value)"),
+        ({"metadata": {"run": None}}, "metadata", "str(value)"),
+        ({"metadata": {1: "a"}}, "metadata", "str(value)"),
+        (
+            {"quantization": "fp3-block"},
+            "'fp3-block': no such recipe",
+            "int8-row, mxfp4, mxfp8, nvfp4a16",
+        ),
+        (
+            {"quantization": "int8-row", "base": Path("base")},
+            "base and quantization exclude each other",
+            "",
+        ),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        PublishConfig(url="memory://unused", **settings)  # type: ignore[arg-type]
+def test_settings_that_mean_nothing_are_refused(
+    settings: dict[str, Any], why: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        PublishConfig(url="memory://unused", **settings)
+    assert hint in caught.value.hint
 
 
 def test_paths_are_text_or_path_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,13 +332,6 @@ def test_what_is_no_model_is_refused(attach: Attach, thing: Any) -> None:
     assert "lambda: tensors.items()" in caught.value.hint
 
 
-@pytest.mark.parametrize("metadata", [{"lr": 0.1}, {"run": None}, {1: "a"}])
-def test_metadata_that_readers_would_refuse_is_refused(metadata: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="metadata") as caught:
-        PublishConfig(url="memory://unused", metadata=metadata)
-    assert "str(value)" in caught.value.hint
-
-
 @pytest.mark.parametrize("step", [5.0, "5", float("nan"), torch.tensor(5.0)])
 def test_a_step_that_readers_would_refuse_is_refused(
     attach: Attach, store: MemoryStore, step: int
@@ -381,23 +364,25 @@ def test_nothing_is_published_after_closing(store: MemoryStore) -> None:
     assert Chain.open(store).newest(0) == 0
 
 
-def test_before_attaching_there_is_no_version(store: MemoryStore) -> None:
-    with Publisher("memory://unused", store=store) as publisher:
-        assert (publisher.version, publisher.epoch, publisher.flush()) == (-1, -1, None)
-
-
 # One version after another
 
 
-def test_every_version_is_the_model_as_it_was(attach: Attach, store: MemoryStore) -> None:
+@pytest.mark.parametrize("when_busy", ["cover", "wait"])
+def test_every_version_is_the_model_as_it_was(
+    attach: Attach, store: MemoryStore, when_busy: str
+) -> None:
+    """If each is waited for, or if each call waits for the one before."""
     model = TinyModel()
-    publisher = attach(model)
-    truth = [bits_of(model)]
+    publisher = attach(model, when_busy=when_busy)
+    truth, futures = [bits_of(model)], []
     for step in range(1, 6):
         train_(model, step)
         truth.append(bits_of(model))
-        publisher.publish(step=step)
-        publisher.flush()
+        futures.append(publisher.publish(step=step))
+        if when_busy == "cover":
+            publisher.flush()
+    publisher.flush()
+    assert [future.result(0).version for future in futures] == [1, 2, 3, 4, 5]
     found = recompute(store)
     assert sorted(found) == list(range(6))
     assert all(same(found[version].state, truth[version]) for version in found)
@@ -406,17 +391,18 @@ def test_every_version_is_the_model_as_it_was(attach: Attach, store: MemoryStore
 
 def test_the_receipt_says_what_was_committed(attach: Attach, store: MemoryStore) -> None:
     model = plain_model()
-    publisher = attach(model)
+    publisher = attach(model, metadata={"run": "a"})
     train_(model, 1)
     receipt = publisher.publish(step=7).result(60)
-    manifest = recompute(store)[1].committed.manifest
+    first, second = (one.committed.manifest for one in recompute(store).values())
     assert (receipt.version, receipt.epoch, receipt.kind, receipt.step) == (1, 0, "delta", 7)
-    assert str(receipt.state) == manifest.state
-    assert (receipt.nnz, receipt.numel) == (manifest.nnz, manifest.numel)
-    assert receipt.nbytes == manifest.edge.nbytes > 0
+    assert str(receipt.state) == second.state
+    assert (receipt.nnz, receipt.numel) == (second.nnz, second.numel)
+    assert receipt.nbytes == second.edge.nbytes > 0
     assert receipt.metrics()["deltachain/version"] == 1.0
-    assert receipt.metrics()["deltachain/changed_frac"] == receipt.density == manifest.density
+    assert receipt.metrics()["deltachain/changed_frac"] == receipt.density == second.density
     assert str(receipt).startswith("version 1 delta nnz ")
+    assert first.metadata == second.metadata == {"run": "a"}
 
 
 def test_a_version_without_changes_has_no_objects(attach: Attach, store: MemoryStore) -> None:
@@ -425,13 +411,6 @@ def test_a_version_without_changes_has_no_objects(attach: Attach, store: MemoryS
     assert receipt_of(publisher).nnz == 0
     assert recompute(store)[1].committed.manifest.edge.parts == ()
     assert list(store.list("deltas/")) == []
-
-
-def test_metadata_is_in_every_manifest(attach: Attach, store: MemoryStore) -> None:
-    publisher = attach(plain_model(), metadata={"run": "a"})
-    publisher.publish()
-    publisher.flush()
-    assert [r.committed.manifest.metadata for r in recompute(store).values()] == [{"run": "a"}] * 2
 
 
 def test_results_can_be_waited_for_one_by_one(attach: Attach) -> None:
@@ -447,10 +426,7 @@ def test_frozen_weights_are_in_the_anchor_and_in_no_delta(
     attach: Attach, store: MemoryStore
 ) -> None:
     model = TinyModel()
-    publisher = attach(model)
-    train_(model, 1, share=0.2)
-    publisher.publish()
-    publisher.flush()
+    publish(attach(model), model, 1, share=0.2)
     (anchor,) = (Part.from_bytes(store.get(info.key)) for info in store.list("anchors/"))
     (delta,) = (Part.from_bytes(store.get(info.key)) for info in store.list("deltas/"))
     assert set(anchor.rows) - set(delta.rows) == {"frozen.weight"}
@@ -471,46 +447,30 @@ def test_a_model_of_which_nothing_is_trained_is_compared_whole(
 
 
 @pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
-@pytest.mark.parametrize("share", [0.01, 0.3])
+@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
 def test_every_encoding_carries_changes_of_every_density(
     attach: Attach, store: MemoryStore, encoding: str, share: float
 ) -> None:
+    """A tensor that changed everywhere goes dense."""
     model = TinyModel()
     publisher = attach(model, encoding=encoding)
     train_(model, 1, share=share)
+    if share == 1.0:
+        for weight in (model.embed.weight, model.layer.weight):
+            nn.init.normal_(weight)
     publisher.publish()
     publisher.flush()
-    version = recompute(store)[1]
-    assert same(version.state, bits_of(model))
-    assert encoding in version.committed.manifest.edge.encodings
-
-
-@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
-def test_a_tensor_that_changed_everywhere_goes_dense(
-    attach: Attach, store: MemoryStore, encoding: str
-) -> None:
-    model = plain_model()
-    publisher = attach(model, encoding=encoding)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    publisher.publish()
-    publisher.flush()
-    version = recompute(store)[1]
-    assert same(version.state, bits_of(model))
+    assert_head_is(model, 1, store)
     dense = "plain" if encoding == "raw" else "dense"
-    assert dense in version.committed.manifest.edge.encodings
+    expected = encoding if share < 1 else dense
+    assert expected in recompute(store)[1].committed.manifest.edge.encodings
 
 
 def test_a_version_is_cut_into_parts_of_bounded_size(attach: Attach, store: MemoryStore) -> None:
     model = TinyModel()
-    publisher = attach(model, part_nbytes=64)
-    train_(model, 1, share=0.1)
-    publisher.publish()
-    publisher.flush()
-    found = recompute(store)
-    assert same(found[1].state, bits_of(model))
-    parts = [found[v].committed.manifest.edge.parts for v in (0, 1)]
+    publish(attach(model, part_nbytes=64), model, 1, share=0.1)
+    assert_head_is(model, 1, store)
+    parts = [found.committed.manifest.edge.parts for found in recompute(store).values()]
     assert all(len(each) > 2 for each in parts)
     assert len({ref.key for each in parts for ref in each}) == sum(map(len, parts))
 
@@ -518,91 +478,46 @@ def test_a_version_is_cut_into_parts_of_bounded_size(attach: Attach, store: Memo
 # Several calls while a version is in flight
 
 
-def test_calls_while_busy_are_covered_by_one_version(store: MemoryStore, attach: Attach) -> None:
-    gate, model = Gate(store), plain_model()
-    publisher = attach(model, on=gate.store)
-    gate.close()
-    train_(model, 1)
-    first = publisher.publish(step=1)
-    assert gate.reached.wait(60)
-    covered: list[Future[PublishReceipt]] = []
-    for step in (2, 3, 4):
-        train_(model, step)
-        covered.append(publisher.publish(step=step))
-    assert not any(future.done() for future in (first, *covered))
+def test_calls_while_busy_are_covered_by_one_version(store: MemoryStore, gate: Gate) -> None:
+    covered = [gate.publish(step) for step in (2, 3, 4)]
+    assert not any(future.done() for future in (gate.first, *covered))
     gate.opened.set()
-    assert receipt_of(publisher).version == 2
-    assert first.result(0).version == 1
+    assert receipt_of(gate.publisher).version == 2
+    assert gate.first.result(0).version == 1
     assert {future.result(0).version for future in covered} == {2}
     assert {future.result(0).step for future in covered} == {4}
-    assert same(recompute(store)[2].state, bits_of(model))
+    assert_head_is(gate.model, 2, store)
 
 
 def test_a_call_that_finds_nothing_in_flight_covers_those_before_it(
-    store: MemoryStore, attach: Attach
+    store: MemoryStore, gate: Gate
 ) -> None:
-    gate, model = Gate(store), plain_model()
-    publisher = attach(model, on=gate.store)
-    gate.close()
-    first = publisher.publish(step=1)
-    assert gate.reached.wait(60)
-    train_(model, 2)
-    second = publisher.publish(step=2)
+    second = gate.publish(2)
     gate.opened.set()
-    assert first.result(60).version == 1
-    train_(model, 3)
-    third = publisher.publish(step=3)
+    assert gate.first.result(60).version == 1
+    third = gate.publish(3)
     assert third.result(60).version == second.result(60).version == 2
-    assert same(recompute(store)[2].state, bits_of(model))
+    assert_head_is(gate.model, 2, store)
 
 
-def test_waiting_mode_commits_every_call(store: MemoryStore, attach: Attach) -> None:
-    model = plain_model()
-    publisher = attach(model, when_busy="wait")
-    truth = [bits_of(model)]
-    futures = []
-    for step in range(1, 6):
-        train_(model, step)
-        truth.append(bits_of(model))
-        futures.append(publisher.publish(step=step))
-    publisher.flush()
-    assert [future.result(0).version for future in futures] == [1, 2, 3, 4, 5]
-    found = recompute(store)
-    assert all(same(found[v].state, truth[v]) for v in found)
-
-
-def test_a_call_that_was_left_may_be_waited_for(store: MemoryStore, attach: Attach) -> None:
-    gate = Gate(store)
-    model = TinyModel()
-    publisher = attach(model, on=gate.store)
-    gate.close()
-    train_(model, 1)
-    first = publisher.publish(step=1)
-    assert gate.reached.wait(60)
-    train_(model, 2)
-    left = publisher.publish(step=2)
+def test_a_call_that_was_left_may_be_waited_for(store: MemoryStore, gate: Gate) -> None:
+    left = gate.publish(2)
     assert not left.running()  # no version has it yet
     gate.opened.set()
     assert left.result().step == 2  # by the thread that would have to call publish again
-    assert first.result().version == 1
-    assert same(recompute(store)[2].state, bits_of(model))
+    assert gate.first.result().version == 1
+    assert_head_is(gate.model, 2, store)
 
 
 def test_a_future_that_was_cancelled_does_not_disturb_the_others(
-    store: MemoryStore, attach: Attach
+    store: MemoryStore, gate: Gate
 ) -> None:
-    gate, model = Gate(store), plain_model()
-    publisher = attach(model, on=gate.store)
-    gate.close()
-    publisher.publish(step=1)
-    assert gate.reached.wait(60)
-    train_(model, 2)
-    gone, stays = publisher.publish(step=2), publisher.publish(step=3)
+    gone, stays = gate.publish(2), gate.publish(3)
     gone.cancel()
     gate.opened.set()
-    publisher.flush()
+    gate.publisher.flush()
     assert stays.result(0).version == 2
-    assert same(recompute(store)[2].state, bits_of(model))
+    assert_head_is(gate.model, 2, store)
 
 
 def test_closing_commits_what_is_left(store: MemoryStore) -> None:
@@ -620,7 +535,5 @@ def test_closing_commits_what_is_left(store: MemoryStore) -> None:
 def test_wrapping_the_model_later_changes_nothing(attach: Attach, store: MemoryStore) -> None:
     model = plain_model()
     publisher = attach(model)
-    train_(nn.Sequential(model), 1)
-    publisher.publish()
-    publisher.flush()
-    assert same(recompute(store)[1].state, bits_of(model))
+    publish(publisher, nn.Sequential(model), 1)
+    assert_head_is(model, 1, store)

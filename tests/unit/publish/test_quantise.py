@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from deltachain.chain.chain import Chain
-from deltachain.cli.pull import pull
 from deltachain.errors import ChainMismatchError, ConfigError
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish import PublishConfig, Publisher, PublishReceipt
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.push import push
@@ -32,6 +30,7 @@ from deltachain.store import open_store
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 from tests.ranks.models import mixture
+from tests.unit.publish.chains import Quantised
 from tests.unit.publish.library import (
     BLOCKS,
     COMPRESSED,
@@ -195,6 +194,17 @@ def test_weights_of_other_dtypes(recipe: str, dtype: torch.dtype) -> None:
     assert differing(in_windows(chosen, values, parts), library(chosen, values)) == set()
 
 
+@pytest.fixture
+def pushed(tmp_path: Path) -> Quantised:
+    """Another chain, for the same model from a folder."""
+    return Quantised(tmp_path / "pushed")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return tmp_path / "saved"
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -209,26 +219,28 @@ def test_weights_of_other_dtypes(recipe: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_scale_of_a_checkpoint_that_others_quantised(
-    name: str, dtype: torch.dtype, tmp_path: Path
+    name: str, dtype: torch.dtype, chain: Quantised, saved: Path
 ) -> None:
-    file, url = tmp_path / "model.safetensors", tmp_path / "chain"
-    scales = torch.full((2, 2), 1).to(dtype)
-    tensors = {"up.weight": torch.zeros(256, 256).to(torch.float8_e4m3fn), f"up.{name}": scales}
-    sound = scales.clone()
-    scales.view(torch.uint8)[-1, -dtype.itemsize :] = 0xFF  # NaN, in each of these dtypes
-    save_file(tensors, file)
-    store, config = open_store(str(url)), PublishConfig(url=str(url))
-    with pytest.raises(ConfigError, match=f"'up.{name}' is a scale that is not finite"):
-        push(store, file, config)
-    assert not list(store.list())
-    save_file(tensors | {f"up.{name}": sound}, file)
-    push(store, file, config)
-    save_file(tensors, file)
-    with pytest.raises(ConfigError, match=f"'up.{name}' is a scale that is not finite"):
-        push(store, file, config)
-    sound[0, 0] = 2
-    save_file(tensors | {f"up.{name}": sound}, file)
-    assert push(store, file, config).head.version == 1
+    saved.mkdir()
+    sound = torch.full((2, 2), 1).to(dtype)
+    spoilt = sound.clone()
+    spoilt.view(torch.uint8)[-1, -dtype.itemsize :] = 0xFF  # NaN, in each of these dtypes
+    changed = sound.clone()
+    changed[0, 0] = 2
+
+    def push_scales(scales: Tensor) -> int:
+        codes = torch.zeros(256, 256).to(torch.float8_e4m3fn)
+        save_file({"up.weight": codes, f"up.{name}": scales}, saved / "model.safetensors")
+        return chain.push(saved, None).head.version
+
+    why = f"'up.{name}' is a scale that is not finite"
+    with pytest.raises(ConfigError, match=why):
+        push_scales(spoilt)
+    assert not list(open_store(chain.url).list())
+    assert push_scales(sound) == 0
+    with pytest.raises(ConfigError, match=why):
+        push_scales(spoilt)
+    assert push_scales(changed) == 1
 
 
 def test_scale_that_is_not_finite_once_it_is_cast(tmp_path: Path) -> None:
@@ -239,35 +251,30 @@ def test_scale_that_is_not_finite_once_it_is_cast(tmp_path: Path) -> None:
     Publisher(PublishConfig(url=url, dtype="BF16")).attach(model).close()
 
 
-def test_other_numbers_called_scales_are_published(tmp_path: Path) -> None:
+def test_other_numbers_called_scales_are_published(chain: Quantised, saved: Path) -> None:
     """Not every tensor with such a name is a scale of floating point, by its last word."""
     tensors = {
         "scale_net.weight": torch.full((4,), float("inf")),
         "up.scales": torch.full((4,), 255, dtype=torch.uint8),  # codes of scales
         "up.weight_scale": torch.full((4,), 1e300, dtype=torch.float64),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    store, config = open_store(str(tmp_path / "chain")), PublishConfig(url=str(tmp_path / "chain"))
-    assert push(store, tmp_path / "model.safetensors", config).head.version == 0
+    saved.mkdir()
+    save_file(tensors, saved / "model.safetensors")
+    assert chain.push(saved, None).head.version == 0
 
 
-def test_push_that_is_refused_leaves_no_chain(tmp_path: Path) -> None:
+def test_push_that_is_refused_leaves_no_chain(chain: Quantised, saved: Path) -> None:
     """Else another choice of layers, as the hint says, would be refused as another model."""
     model = llama()
-    weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     with torch.no_grad():
-        weight.fill_(1e-39)
-    model.save_pretrained(tmp_path / "model")
-    url = str(tmp_path / "chain")
-    store = open_store(url)
-    config = PublishConfig(url=url, quantization="fp8-block")
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").fill_(1e-39)
+    model.save_pretrained(saved)
     with pytest.raises(ConfigError, match="scale is not a positive finite number") as caught:
-        push(store, tmp_path / "model", config)
+        chain.push(saved, "fp8-block")
     assert "ignore" in caught.value.hint
-    assert not list(store.list())
+    assert not list(open_store(chain.url).list())
     without = Quantization("fp8-block", ignore=("lm_head", "model.layers.1.mlp.down_proj"))
-    config = PublishConfig(url=url, quantization=without)
-    assert push(store, tmp_path / "model", config).head.version == 0
+    assert chain.push(saved, without).head.version == 0
 
 
 def test_base_with_a_scale_that_is_not_finite_leaves_no_chain(tmp_path: Path) -> None:
@@ -306,12 +313,6 @@ def test_checkpoint_that_others_quantised_in_another_way(tmp_path: Path) -> None
     assert pushed(2.0, version="0.2") == 1
 
 
-def pulled(url: str, folder: Path, version: int) -> dict[str, Tensor]:
-    out = folder / f"pulled-{version}"
-    pull(url, out=out, version=version)
-    return load_file(out / "model.safetensors")
-
-
 def step_(model: nn.Module, seed: int, size: float = 5e-5) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -326,43 +327,47 @@ def expected_of(model: nn.Module, recipe: str) -> dict[str, Tensor]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_every_version_is_what_the_library_writes(recipe: str, tmp_path: Path) -> None:
+def test_every_version_is_what_the_library_writes(recipe: str, chain: Quantised) -> None:
     model = llama().float()  # masters
-    url = str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization=recipe, dtype="BF16")
-    with Publisher(config).attach(model) as publisher:
-        assert differing(pulled(url, tmp_path, 0), expected_of(model, recipe)) == set()
+    with chain.attach(model, recipe, dtype="BF16") as publisher:
+        assert differing(chain.pulled(0), expected_of(model, recipe)) == set()
         for number in (1, 2):
             step_(model, number)
             before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             publisher.publish(step=number).result()
             assert differing(before, dict(model.state_dict())) == set(), "masters stay untouched"
-            found = pulled(url, tmp_path, number)
-            assert differing(found, expected_of(model, recipe)) == set()
+            assert differing(chain.pulled(number), expected_of(model, recipe)) == set()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_pushed_checkpoint_equals_a_published_model(
+    recipe: str, chain: Quantised, saved: Path
+) -> None:
+    model = llama()
+    for version, kind in enumerate(("anchor", "delta")):
+        model.save_pretrained(saved)
+        done = chain.push(saved, recipe)
+        assert [one.manifest.edge.kind for one in done.committed] == [kind]
+        assert differing(chain.pulled(version), expected_of(model, recipe)) == set()
+        step_(model, 1)
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_configuration_names_the_recipe_and_what_it_leaves(recipe: str, tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=True)
-    url = str(tmp_path / "chain")
-    Publisher(PublishConfig(url=url, quantization=recipe)).attach(model).close()
-    pull(url, out=tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    left = "ignore" if "ignore" in config else "modules_to_not_convert"
-    assert config[left] == ["lm_head"]
-    table = Chain.open(open_store(url)).table
-    assert table.ext == {"quantization": dict(RECIPES[recipe].record())}
-    assert table.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+def test_configuration_names_the_recipe_and_what_it_leaves(recipe: str, chain: Quantised) -> None:
+    chain.attach(llama(tie_word_embeddings=True), recipe).close()
+    assert chain.ignored() == ["lm_head"]
+    assert chain.table.ext == {"quantization": dict(RECIPES[recipe].record())}
+    assert chain.table.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", sorted(COMPRESSED | PRESETS))
-def test_transformers_loads_what_is_pulled(recipe: str, tmp_path: Path) -> None:
+def test_transformers_loads_what_is_pulled(recipe: str, chain: Quantised) -> None:
     model, twin = llama(), llama()
-    url = str(tmp_path / "chain")
-    Publisher(PublishConfig(url=url, quantization=recipe)).attach(model).close()
-    pull(url, out=tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    chain.attach(model, recipe).close()
+    chain.pulled()
+    loaded = AutoModelForCausalLM.from_pretrained(chain.folder / "out-0", dtype=torch.bfloat16)
     tokens = torch.arange(12)[None]
     quantised_state(twin, recipe)
     near, _ = loaded(tokens).logits, twin(tokens)  # which makes both decompress their weights
@@ -380,37 +385,19 @@ def dense(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_a_pushed_checkpoint_equals_a_published_model(recipe: str, tmp_path: Path) -> None:
+def test_a_publisher_continues_its_chain_without_an_anchor(chain: Quantised) -> None:
     model = llama()
-    model.save_pretrained(tmp_path / "0")
-    url = str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization=recipe)
-    first = push(open_store(url, writer=True), tmp_path / "0", config)
-    assert [one.version for one in first.committed] == [0]
-    assert differing(pulled(url, tmp_path, 0), expected_of(model, recipe)) == set()
+    chain.attach(model, "fp8-block").close()
     step_(model, 1)
-    model.save_pretrained(tmp_path / "1")
-    second = push(open_store(url, writer=True), tmp_path / "1", config)
-    assert [one.manifest.edge.kind for one in second.committed] == ["delta"]
-    assert differing(pulled(url, tmp_path, 1), expected_of(model, recipe)) == set()
-
-
-def test_a_publisher_continues_its_chain_without_an_anchor(tmp_path: Path) -> None:
-    model, url = llama(), str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization="fp8-block")
-    Publisher(config).attach(model).close()
-    step_(model, 1)
-    with Publisher(config).attach(model) as publisher:
+    with chain.attach(model, "fp8-block") as publisher:
         assert (publisher.version, publisher.last) == (2, None)
-    assert differing(pulled(url, tmp_path, 2), expected_of(model, "fp8-block")) == set()
+    assert differing(chain.pulled(2), expected_of(model, "fp8-block")) == set()
 
 
-def test_layers_can_be_left_as_they_are(tmp_path: Path) -> None:
-    model, url = llama(), str(tmp_path / "chain")
+def test_layers_can_be_left_as_they_are(chain: Quantised) -> None:
+    model = llama()
     chosen = Quantization("fp8-row", ignore=("lm_head", "o_proj", "re:model.layers.1.mlp"))
-    Publisher(PublishConfig(url=url, quantization=chosen)).attach(model).close()
+    chain.attach(model, chosen).close()
     ignored = tuple(
         name
         for name, layer in model.named_modules()
@@ -418,17 +405,18 @@ def test_layers_can_be_left_as_they_are(tmp_path: Path) -> None:
     )
     assert len(ignored) == 1 + 2 + 3
     expected = quantised_state(copy.deepcopy(model), "fp8-row", ignored)
-    assert differing(pulled(url, tmp_path, 0), expected) == set()
-    config = json.loads((tmp_path / "pulled-0" / "config.json").read_text())
-    assert config["quantization_config"]["ignore"] == sorted(ignored)
+    assert differing(chain.pulled(), expected) == set()
+    assert chain.ignored() == sorted(ignored)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-block", "int8-row", "nvfp4a16"])
-def test_experts_are_quantised_one_by_one_and_routers_are_not(recipe: str, tmp_path: Path) -> None:
+def test_experts_are_quantised_one_by_one_and_routers_are_not(
+    recipe: str, chain: Quantised, pushed: Quantised, saved: Path
+) -> None:
     model = mixture().bfloat16()
-    model.save_pretrained(tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    layers = {name.removesuffix(".weight"): one for name, one in saved.items() if one.ndim == 2}
+    model.save_pretrained(saved)
+    tensors = load_file(saved / "model.safetensors")
+    layers = {name.removesuffix(".weight"): one for name, one in tensors.items() if one.ndim == 2}
     kept = {"lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"}
     assert sum(".experts." in name for name in layers) == 3 * 3
     twin = nn.ModuleDict()  # the same matrices as linear layers
@@ -439,73 +427,44 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not(recipe: str, tmp_p
             linear.weight.data.copy_(weight)
             twin[name.replace(".", "/")] = linear
     quantised = quantised_state(twin, recipe)
-    whole = {name: one for name, one in saved.items() if name.removesuffix(".weight") in kept}
-    whole |= {name: one for name, one in saved.items() if one.ndim != 2}
+    whole = {name: one for name, one in tensors.items() if name.removesuffix(".weight") in kept}
+    whole |= {name: one for name, one in tensors.items() if one.ndim != 2}
     expected = whole | {name.replace("/", "."): one for name, one in quantised.items()}
-    url = str(tmp_path / "chain")
-    Publisher(PublishConfig(url=url, quantization=recipe)).attach(model).close()
-    assert differing(pulled(url, tmp_path, 0), expected) == set()
-    config = json.loads((tmp_path / "pulled-0" / "config.json").read_text())
-    left = config["quantization_config"]
-    assert left.get("ignore", left.get("modules_to_not_convert")) == [
-        "lm_head",
-        "model.layers.0.mlp.gate",
-    ]
-    pushed = push(
-        open_store(f"{url}-2", writer=True),
-        tmp_path / "saved",
-        PublishConfig(url=f"{url}-2", quantization=recipe),
-    )
-    assert differing(pulled(f"{url}-2", tmp_path / "2", 0), expected) == set()
-    assert pushed.chain.table.tensors == Chain.open(open_store(url)).table.tensors
+    chain.attach(model, recipe).close()
+    assert differing(chain.pulled(), expected) == set()
+    assert chain.ignored() == ["lm_head", "model.layers.0.mlp.gate"]
+    pushed.push(saved, recipe)
+    assert differing(pushed.pulled(), expected) == set()
+    assert pushed.table.tensors == chain.table.tensors
 
 
-def test_an_export_is_quantised_by_its_configuration(tmp_path: Path) -> None:
-    model, url = llama(), str(tmp_path / "chain")
-    model.save_pretrained(tmp_path / "saved")
-    config = PublishConfig(url=url, quantization="int8-row", assets=tmp_path / "saved")
+def test_an_export_is_quantised_by_its_configuration(chain: Quantised, saved: Path) -> None:
+    model = llama()
+    model.save_pretrained(saved)
 
     def export() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in model.state_dict().items():
             yield name, tensor.clone()
 
-    with Publisher(config).attach(export) as publisher:
+    with chain.attach(export, "int8-row", assets=saved) as publisher:
         step_(model, 1)
         publisher.publish(step=1).result()
-    assert differing(pulled(url, tmp_path, 1), expected_of(model, "int8-row")) == set()
+    assert differing(chain.pulled(1), expected_of(model, "int8-row")) == set()
 
 
-def test_a_pushed_output_layer_that_is_tied_is_left_by_name(tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=True)
-    model.save_pretrained(tmp_path / "0")  # without lm_head.weight
-    url = str(tmp_path / "chain")
-    push(
-        open_store(url, writer=True), tmp_path / "0", PublishConfig(url=url, quantization="fp8-row")
-    )
-    pull(url, out=tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
-    assert config["quantization_config"]["ignore"] == ["lm_head"]
+def test_a_pushed_output_layer_that_is_tied_is_left_by_name(chain: Quantised, saved: Path) -> None:
+    llama(tie_word_embeddings=True).save_pretrained(saved)  # without lm_head.weight
+    chain.push(saved, "fp8-row")
+    assert chain.ignored() == ["lm_head"]
 
 
-def test_a_scale_that_moves_changes_its_block_alone(tmp_path: Path) -> None:
+def test_a_scale_that_moves_changes_its_block_alone(chain: Quantised) -> None:
     model = nn.Linear(512, 640, bias=False)  # its weight is called `weight`
-    url = str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization="fp8-block", dtype="BF16")
-    with Publisher(config).attach(model) as publisher:
-        with torch.no_grad():
-            model.weight[200, 300] = 0.75  # in the block of rows 128 to 255, columns 256 to 383
-        receipt = publisher.publish(step=1).result()
-    assert receipt.kind == "delta"
-    before, after = pulled(url, tmp_path, 0), pulled(url, tmp_path, 1)
-    scales = before["weight_scale_inv"] != after["weight_scale_inv"]
-    assert scales.nonzero().tolist() == [[1, 2]]
-    rows, columns = (
-        before["weight"].view(torch.uint8) != after["weight"].view(torch.uint8)
-    ).nonzero(as_tuple=True)
-    assert set((rows // 128).tolist()) == {1}
-    assert set((columns // 128).tolist()) == {2}
-    assert rows.numel() > 0.9 * 128 * 128, "dense there"
-    assert receipt.nnz == rows.numel() + 1
+    receipt, where = differences(chain, "fp8-block", model, (200, 300), 0.75)
+    assert where["weight_scale_inv"] == [[1, 2]]  # of rows 128 to 255, columns 256 to 383
+    assert {(row // 128, column // 128) for row, column in where["weight"]} == {(1, 2)}
+    assert len(where["weight"]) > 0.9 * 128 * 128, "dense there"
+    assert receipt.nnz == len(where["weight"]) + 1
 
 
 WIDTHS: Final = {"mxfp4": 32, "nvfp4a16": 16}
@@ -522,107 +481,95 @@ def linear() -> nn.Linear:
 
 
 def differences(
-    tmp_path: Path, url: str, recipe: str, model: nn.Linear, change: float
-) -> tuple[int, dict[str, list[list[int]]]]:
-    """Changed elements of a version, and where each of its tensors changed, as weight[3, 41] does.
-
-    Scales are told from their bits.
-    """
-    with Publisher(PublishConfig(url=url, quantization=recipe, dtype="BF16")).attach(model) as one:
+    chain: Quantised, recipe: str, model: nn.Linear, at: tuple[int, int], change: float
+) -> tuple[PublishReceipt, dict[str, list[list[int]]]]:
+    """Publish a change of one weight: where each tensor of the version changed, by its bits."""
+    with chain.attach(model, recipe, dtype="BF16") as publisher:
         with torch.no_grad():
-            model.weight[3, 41] = change
-        receipt = one.publish(step=1).result()
+            model.weight[at] = change
+        receipt = publisher.publish(step=1).result()
     assert receipt.kind == "delta"
-    before, after = pulled(url, tmp_path, 0), pulled(url, tmp_path, 1)
+    before, after = chain.pulled(0), chain.pulled(1)
 
     def bits(tensor: Tensor) -> Tensor:
         return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor.view(torch.int32)
 
     where = {name: (bits(before[name]) != bits(after[name])).nonzero().tolist() for name in before}
-    return receipt.nnz, {name: at for name, at in where.items() if at}
+    return receipt, {name: at for name, at in where.items() if at}
 
 
 @pytest.mark.parametrize("recipe", sorted(WIDTHS))
-def test_a_weight_that_changes_changes_its_byte_alone(recipe: str, tmp_path: Path) -> None:
-    model, url = linear(), str(tmp_path / "chain")
+def test_a_weight_that_changes_changes_its_byte_alone(recipe: str, chain: Quantised) -> None:
+    model = linear()
     with torch.no_grad():
         model.weight[3, 40:48] = 0.1  # as large as any of its block
-    nnz, where = differences(tmp_path, url, recipe, model, -0.1)
+    receipt, where = differences(chain, recipe, model, (3, 41), -0.1)
     assert where == {"weight_packed": [[3, 20]]}
-    assert nnz == 1
-    before, after = pulled(url, tmp_path / "2", 0), pulled(url, tmp_path / "2", 1)
-    byte = int(before["weight_packed"][3, 20]), int(after["weight_packed"][3, 20])
-    assert byte[0] ^ byte[1] == 0x80, "the sign of the second column"
+    assert receipt.nnz == 1
+    before, after = (int(chain.pulled(n)["weight_packed"][3, 20]) for n in (0, 1))
+    assert before ^ after == 0x80, "the sign of the second column"
 
 
 @pytest.mark.parametrize("recipe", sorted(WIDTHS))
-def test_a_scale_that_moves_changes_its_packed_block_alone(recipe: str, tmp_path: Path) -> None:
+def test_a_scale_that_moves_changes_its_packed_block_alone(recipe: str, chain: Quantised) -> None:
     width = WIDTHS[recipe]
-    nnz, where = differences(tmp_path, str(tmp_path / "chain"), recipe, linear(), 1.5)
+    receipt, where = differences(chain, recipe, linear(), (3, 41), 1.5)
     assert where.keys() == {"weight_packed", "weight_scale"}
     assert where["weight_scale"] == [[3, 41 // width]]
     first = 41 // width * width // 2
     assert {row for row, _ in where["weight_packed"]} == {3}
     assert {column for _, column in where["weight_packed"]} <= set(range(first, first + width // 2))
-    assert nnz == len(where["weight_packed"]) + 1
+    assert receipt.nnz == len(where["weight_packed"]) + 1
 
 
-def test_a_largest_weight_that_moves_changes_the_global_scale(tmp_path: Path) -> None:
-    _, where = differences(tmp_path, str(tmp_path / "chain"), "nvfp4a16", linear(), 5.0)
+def test_a_largest_weight_that_moves_changes_the_global_scale(chain: Quantised) -> None:
+    _, where = differences(chain, "nvfp4a16", linear(), (3, 41), 5.0)
     assert where["weight_global_scale"] == [[0]]
     assert len(where["weight_scale"]) > 100  # those of other blocks follow it
 
 
-def test_matrices_that_engines_load_into_one_have_one_global_scale(tmp_path: Path) -> None:
-    model, url = llama(), str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization="nvfp4a16")
-    with Publisher(config).attach(model) as publisher:
+def test_matrices_that_engines_load_into_one_have_one_global_scale(chain: Quantised) -> None:
+    model = llama()
+    with chain.attach(model, "nvfp4a16") as publisher:
         with torch.no_grad():
             model.model.layers[1].self_attn.k_proj.weight[0, 0] = 2.0
         publisher.publish(step=1).result()
-    first, second = pulled(url, tmp_path, 0), pulled(url, tmp_path, 1)
-    layer = "model.layers.1"
-    for group in (("q", "k", "v"), ("gate", "up")):
-        block = "self_attn" if "q" in group else "mlp"
-        names = [f"{layer}.{block}.{name}_proj.weight_global_scale" for name in group]
+    first, second = chain.pulled(0), chain.pulled(1)
+
+    def scale(version: dict[str, Tensor], name: str) -> float:
+        return float(version[f"model.layers.1.{name}_proj.weight_global_scale"])
+
+    for block, group in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+        names = [f"{block}.{name}" for name in group]
         for version in (first, second):
-            assert len({float(version[name]) for name in names}) == 1
-            assert float(version[names[0]]) != float(
-                version[f"{layer}.mlp.down_proj.weight_global_scale"]
-            )
-        moved = [bool(first[name] != second[name]) for name in names]
+            assert len({scale(version, name) for name in names}) == 1
+            assert scale(version, names[0]) != scale(version, "mlp.down")
+        moved = [scale(first, name) != scale(second, name) for name in names]
         assert moved == [block == "self_attn"] * len(group)
-    assert float(second[f"{layer}.self_attn.v_proj.weight_global_scale"]) == 448 * 6 / 2.0
+    assert scale(second, "self_attn.v") == 448 * 6 / 2.0
 
 
 @pytest.mark.parametrize("recipe", sorted(PRESETS))
-def test_the_configuration_is_that_of_the_library(recipe: str, tmp_path: Path) -> None:
-    url, chosen = str(tmp_path / "chain"), scheme(recipe)
-    Publisher(PublishConfig(url=url, quantization=recipe)).attach(llama()).close()
-    pulled(url, tmp_path, 0)
-    text = (tmp_path / "pulled-0" / "config.json").read_bytes()
-    found = QuantizationConfig.model_validate(json.loads(text)["quantization_config"])
+def test_the_configuration_is_that_of_the_library(recipe: str, chain: Quantised) -> None:
+    chosen = scheme(recipe)
+    chain.attach(llama(), recipe).close()
     expected = QuantizationConfig(
         config_groups={"group_0": chosen},
         format=chosen.format,
         quantization_status="compressed",
         ignore=["lm_head"],
     )
+    found = QuantizationConfig.model_validate(chain.config())
     assert found.model_dump() == expected.model_dump()
 
 
-def test_tied_layers_have_tied_tensors(tmp_path: Path) -> None:
+def test_tied_layers_have_tied_tensors(chain: Quantised) -> None:
     model = nn.ModuleDict({name: nn.Linear(32, 30, bias=False) for name in ("a", "b")})
     model["b"].weight = model["a"].weight
-    url = str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization="nvfp4a16", dtype="BF16")
-    Publisher(config).attach(model).close()
-    table = Chain.open(open_store(url)).table
+    chain.attach(model, "nvfp4a16", dtype="BF16").close()
     names = ("weight_packed", "weight_scale", "weight_global_scale")
-    assert table.aliases == {f"b.{name}": f"a.{name}" for name in names}
-    assert [one.name for one in table.specs()] == sorted(f"a.{name}" for name in names)
-    shapes = {one.name: (one.dtype, one.shape) for one in table.specs()}
-    assert shapes == {
+    assert chain.table.aliases == {f"b.{name}": f"a.{name}" for name in names}
+    assert {one.name: (one.dtype, one.shape) for one in chain.table.specs()} == {
         "a.weight_packed": ("U8", (30, 16)),
         "a.weight_scale": ("F8_E4M3", (30, 2)),
         "a.weight_global_scale": ("F32", (1,)),
@@ -633,38 +580,36 @@ def test_tied_layers_have_tied_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(PRESETS))
-def test_a_matrix_that_ends_within_a_block_is_refused(recipe: str, tmp_path: Path) -> None:
-    model, url = llama(intermediate_size=200), str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization=recipe)
-    with pytest.raises(ConfigError, match=r"down_proj\.weight' has 200 columns") as caught:
-        Publisher(config).attach(model)
-    assert "leave its layer out" in caught.value.hint
-    assert not list(tmp_path.rglob("chain.json"))
-    model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"down_proj\.weight' has 200 columns"):
-        push(open_store(url, writer=True), tmp_path / "saved", config)
-    assert not list(tmp_path.rglob("chain.json"))
+def test_a_matrix_that_ends_within_a_block_is_refused(
+    recipe: str, chain: Quantised, saved: Path
+) -> None:
+    model = llama(intermediate_size=200)
+    model.save_pretrained(saved)
+    for refused in (lambda: chain.attach(model, recipe), lambda: chain.push(saved, recipe)):
+        with pytest.raises(ConfigError, match=r"down_proj\.weight' has 200 columns") as caught:
+            refused()
+        assert "leave its layer out" in caught.value.hint
+        assert not list(chain.folder.rglob("chain.json"))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8"])
-def test_a_scale_that_no_exponent_of_8_bits_has_is_refused(recipe: str, tmp_path: Path) -> None:
-    model, url = linear(), str(tmp_path / "chain")
-    with Publisher(PublishConfig(url=url, quantization=recipe, dtype="BF16")).attach(model) as one:
+def test_a_scale_that_no_exponent_of_8_bits_has_is_refused(recipe: str, chain: Quantised) -> None:
+    model = linear()
+    with chain.attach(model, recipe, dtype="BF16") as publisher:
         with torch.no_grad():
             model.weight[7, 9] = torch.finfo(torch.bfloat16).max
         with pytest.raises(ConfigError, match="'weight': a scale is not a positive finite number"):
-            one.publish(step=1)
-        assert one.version == 0
+            publisher.publish(step=1)
+        assert publisher.version == 0
         with torch.no_grad():
             model.weight[7, 9] = 0.5
-        assert one.publish(step=2).result().version == 1
+        assert publisher.publish(step=2).result().version == 1
 
 
-def test_a_weight_beside_one_that_is_not_finite_is_not_blamed(tmp_path: Path) -> None:
-    model, url = llama(), str(tmp_path / "chain")
+def test_a_weight_beside_one_that_is_not_finite_is_not_blamed(chain: Quantised) -> None:
+    model = llama()
     weight = model.model.layers[0].self_attn.q_proj.weight
-    config = PublishConfig(url=url, quantization="nvfp4a16")
-    with Publisher(config).attach(model) as publisher:
+    with chain.attach(model, "nvfp4a16") as publisher:
         with torch.no_grad():  # k_proj is quantised before it, and shares its global scale
             weight[1, 1] = float("inf")
         with pytest.raises(ConfigError, match=r"self_attn\.q_proj\.weight' has values that are no"):

@@ -1,8 +1,11 @@
 import copy
 import importlib.metadata
 import json
+import logging
+import random
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,26 +13,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchError, RankError
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import collect_weights
-from deltachain.publish.push import push
+from deltachain.publish.quantise import settings as registry
+from deltachain.publish.quantise.compressed import INT8_ROW
 from deltachain.publish.quantise.layers import check_fused, layers_of_config
-from deltachain.publish.quantise.settings import RECIPES, Quantization
+from deltachain.publish.quantise.settings import GROUP, RECIPES, Quantization, RecipeRegistry
 from deltachain.publish.quantise.tensors import CutBlocks, exchange, quantise
 from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.snapshot import Snapshot, SnapshotPlace
-from deltachain.store import open_store
-from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.subscribe import Subscriber
+from deltachain.torch_names import TORCH_DTYPES
+from tests.unit.cli.support import invoke, ok
+from tests.unit.publish.acme_ternary import TERNARY, dense
+from tests.unit.publish.chains import Quantised
 from tests.unit.publish.library import differing, llama, quantised_state
-from tests.unit.publish.test_quantise import heavy
+from tests.unit.publish.test_quantise import heavy, in_windows, windows
 
 LAYERS = (
     "lm_head",
@@ -79,11 +84,6 @@ def test_entries_of_transformers_leave_the_layers_that_it_leaves(
     assert [layer for layer in LAYERS if found.ignores(layer)] == left
 
 
-def test_deepseeks_powers_of_two_are_another_recipe(tmp_path: Path) -> None:
-    found = Quantization.of(folder_of({**QWEN3, "scale_fmt": "ue8m0"}, tmp_path))
-    assert found.recipe == "fp8-block-ue8m0"
-
-
 LLM_COMPRESSOR: dict[str, Any] = {
     "config_groups": {
         "group_0": {
@@ -107,11 +107,13 @@ LLM_COMPRESSOR: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_checkpoints_of_llm_compressor(tmp_path: Path) -> None:
+def test_checkpoints_of_others_are_read(tmp_path: Path) -> None:
     found = Quantization.of(folder_of(LLM_COMPRESSOR, tmp_path))
     assert found.recipe == "int8-row"
     left = ["lm_head", "model.layers.1.mlp.gate", "model.layers.11.mlp.gate"]
     assert [layer for layer in LAYERS if found.ignores(layer)] == left
+    deepseek = folder_of({**QWEN3, "scale_fmt": "ue8m0"}, tmp_path)
+    assert Quantization.of(deepseek).recipe == "fp8-block-ue8m0"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -124,41 +126,37 @@ def test_a_configuration_that_names_no_layers_leaves_the_output_layer(
     assert Quantization.of(folder_of(written, tmp_path)).ignores("lm_head")
 
 
+GROUP_0 = LLM_COMPRESSOR["config_groups"]["group_0"]
+SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
+TRANSFORM = {"config_groups": {"u": {"type": "hadamard", "apply": []}}}
+
+
 @pytest.mark.parametrize(
-    "more",
+    ("config", "why"),
     [
-        {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
-        {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}}},
-        {"format": "pack-quantized"},
-        {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        (LLM_COMPRESSOR | {"sparsity_config": SPARSE}, "'compressed-tensors'"),
+        (LLM_COMPRESSOR | {"transform_config": TRANSFORM}, "'compressed-tensors'"),
+        (LLM_COMPRESSOR | {"format": "pack-quantized"}, "'compressed-tensors'"),
+        (LLM_COMPRESSOR | {"kv_cache_scheme": {"num_bits": 8}}, "'compressed-tensors'"),
+        (
+            LLM_COMPRESSOR | {"config_groups": {"group_0": GROUP_0 | {"targets": ["re:.*mlp.*"]}}},
+            "'compressed-tensors'",
+        ),
+        (QWEN3 | {"modules_to_not_convert": 5}, "'fp8'"),
+        (QWEN3 | {"modules_to_not_convert": [None]}, "'fp8'"),
+        (QWEN3 | {"modules_to_not_convert": "lm_head"}, "'fp8'"),
+        (QWEN3 | {"weight_block_size": [64, 64]}, "quant_method 'fp8'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "quant_method 'gptq'"),
+        (None, "no quantization_config"),
+        ("no file", "cannot be read"),
     ],
 )
-def test_what_no_recipe_makes_beside_codes_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'compressed-tensors'"):
-        Quantization.of(folder_of(LLM_COMPRESSOR | more, tmp_path))
-
-
-@pytest.mark.parametrize("entries", [5, [None], "lm_head"])
-def test_layers_that_are_no_list_of_names_are_refused(entries: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'fp8'"):
-        Quantization.of(folder_of(QWEN3 | {"modules_to_not_convert": entries}, tmp_path))
-
-
-def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    with pytest.raises(ConfigError, match="quant_method 'gptq'"):
-        Quantization.of(folder_of(gptq, tmp_path))
-    with pytest.raises(ConfigError, match="quant_method 'fp8'"):
-        Quantization.of(folder_of({**QWEN3, "weight_block_size": [64, 64]}, tmp_path))
-    groups = {**LLM_COMPRESSOR["config_groups"]["group_0"], "targets": ["re:.*mlp.*"]}
-    other = {**LLM_COMPRESSOR, "config_groups": {"group_0": groups}}
-    with pytest.raises(ConfigError, match="'compressed-tensors'"):
-        Quantization.of(folder_of(other, tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no quantization_config"):
-        Quantization.of(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Quantization.of(tmp_path / "away")
+def test_what_no_recipe_makes_is_refused_by_name(config: Any, why: str, tmp_path: Path) -> None:
+    folder = folder_of(config, tmp_path)
+    if config is None:
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=why):
+        Quantization.of(folder / "away" if config == "no file" else folder)
 
 
 def masters_of(shape: tuple[int, int], seed: int) -> Tensor:
@@ -283,36 +281,20 @@ class Two(nn.Module):
         self.down = nn.Linear(160, 64, dtype=torch.bfloat16)
 
 
-def attached(url: str, model: nn.Module | None = None, **settings: Any) -> Publisher:
-    config = PublishConfig(url=url, **{"quantization": "fp8-block", **settings})
-    return Publisher(config).attach(model or Two())
-
-
-def test_recipe_that_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match="'fp3-block': no such recipe") as caught:
-        PublishConfig(url="memory://x", quantization="fp3-block")
-    assert "int8-row, mxfp4, mxfp8, nvfp4a16" in caught.value.hint
-
-
 def test_pattern_that_is_none() -> None:
     with pytest.raises(ConfigError, match=r"ignore has 're:\('"):
         Quantization("int8-row", ignore=("re:(",))
 
 
-def test_base_has_no_codes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="base and quantization exclude each other"):
-        PublishConfig(url="memory://x", quantization="int8-row", base=tmp_path)
-
-
-def test_library_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_is_not_installed(chain: Quantised, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ConfigError, match="needs compressed-tensors, which is not") as caught:
-        attached(str(tmp_path / "chain"), quantization="int8-row")
+        chain.attach(Two(), "int8-row")
     assert caught.value.hint == "pip install 'deltachain[quantization]'"
-    assert not (tmp_path / "chain" / "chain.json").exists()
+    assert not chain.begun
 
 
 @pytest.mark.parametrize(
@@ -328,81 +310,72 @@ def test_library_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
         ("nvfp4a16", None),
     ],
 )
-def test_chain_keeps_its_recipe(then: str | None, now: str | None, tmp_path: Path) -> None:
-    url = str(tmp_path / "chain")
-    attached(url, quantization=then).close()
+def test_chain_keeps_its_recipe(then: str | None, now: str | None, chain: Quantised) -> None:
+    chain.attach(Two(), then).close()
     with pytest.raises(ChainMismatchError) as caught:
-        attached(url, quantization=now)
+        chain.attach(Two(), now)
     for recipe in (then, now):
         named = f"recipe {recipe} of" if recipe else "weights that are not quantised"
         assert named in str(caught.value)
     assert "use another URL" in caught.value.hint
-    assert Chain.open(open_store(url)).newest(0) == 0
+    assert chain.newest == 0
 
 
 @pytest.mark.parametrize("recipe", ["int8-row", "mxfp4"])
-def test_chain_keeps_its_layers(recipe: str, tmp_path: Path) -> None:
-    url = str(tmp_path / "chain")
-    attached(url, quantization=recipe).close()
-    fewer = Quantization(recipe, ignore=("up",))
+def test_chain_keeps_its_layers(recipe: str, chain: Quantised) -> None:
+    chain.attach(Two(), recipe).close()
     with pytest.raises(ChainMismatchError, match="weight") as caught:
-        attached(url, quantization=fewer)
+        chain.attach(Two(), Quantization(recipe, ignore=("up",)))
     assert "the same layers" in caught.value.hint
     assert "(ignore)" in caught.value.hint
-    assert Chain.open(open_store(url)).newest(0) == 0
+    assert chain.newest == 0
 
 
-def test_chain_keeps_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = str(tmp_path / "chain")
-    attached(url, quantization="int8-row").close()
-    installed = importlib.metadata.version("compressed-tensors")
+def test_chain_keeps_its_library(chain: Quantised, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain.attach(Two(), "int8-row").close()
     real = importlib.metadata.version
+    installed = real("compressed-tensors")
     monkeypatch.setattr(
         importlib.metadata, "version", lambda n: "9.9" if n == "compressed-tensors" else real(n)
     )
     with pytest.raises(ChainMismatchError, match=r"compressed-tensors 9\.9") as caught:
-        attached(url, quantization="int8-row")
+        chain.attach(Two(), "int8-row")
     assert f"compressed-tensors=={installed}" in caught.value.hint
-    assert Chain.open(open_store(url)).newest(0) == 0
+    assert chain.newest == 0
 
 
-def test_push_without_the_recipe_of_the_chain(tmp_path: Path) -> None:
+def test_push_without_the_recipe_of_the_chain(chain: Quantised, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "saved")
-    url = str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization="int8-row")
-    push(open_store(url, writer=True), tmp_path / "saved", config)
+    chain.push(tmp_path / "saved", "int8-row")
     with pytest.raises(ChainMismatchError, match="quantised by recipe int8-row"):
-        push(open_store(url, writer=True), tmp_path / "saved", PublishConfig(url=url))
+        chain.push(tmp_path / "saved", None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     "recipe", ["fp8-block", "fp8-tensor", "int8-row", "mxfp4", "mxfp8", "nvfp4a16"]
 )
-def test_weights_that_are_not_finite(recipe: str, value: float, tmp_path: Path) -> None:
-    model, url = Two(), str(tmp_path / "chain")
-    publisher = attached(url, model, quantization=recipe)
+def test_weights_that_are_not_finite(recipe: str, value: float, chain: Quantised) -> None:
+    model = Two()
     kept = float(model.down.weight.detach()[3, 5])
-    with torch.no_grad():
+    with chain.attach(model, recipe) as publisher, torch.no_grad():
         model.up.weight[0, 0] += 0.25
         model.down.weight[3, 5] = value
-    with pytest.raises(ConfigError, match=r"'down\.weight' has values that are not finite"):
-        publisher.publish(step=1)
-    assert publisher.version == 0
-    with torch.no_grad():
+        with pytest.raises(ConfigError, match=r"'down\.weight' has values that are not finite"):
+            publisher.publish(step=1)
+        assert publisher.version == 0
         model.down.weight[3, 5] = kept
-    receipt = publisher.publish(step=2).result()
-    assert (receipt.version, receipt.nnz > 0) == (1, True)
-    publisher.close()
+        receipt = publisher.publish(step=2).result()
+        assert (receipt.version, receipt.nnz > 0) == (1, True)
 
 
-def test_scale_that_is_no_positive_number(tmp_path: Path) -> None:
+def test_scale_that_is_no_positive_number(chain: Quantised) -> None:
     model = Two()
     with torch.no_grad():
         model.up.weight[:128] = 1e-39  # 448 / 1e-39 is no fp32 number
     with pytest.raises(ConfigError, match=r"'up\.weight': a scale is not a positive finite number"):
-        attached(str(tmp_path / "chain"), model)
-    assert not (tmp_path / "chain" / "chain.json").exists()
+        chain.attach(model, "fp8-block")
+    assert not chain.begun
 
 
 @pytest.mark.parametrize(
@@ -414,12 +387,12 @@ def test_scale_that_is_no_positive_number(tmp_path: Path) -> None:
     ],
 )
 def test_part_of_a_layer_that_engines_compute_as_one(
-    ignore: tuple[str, ...], group: str, tmp_path: Path
+    ignore: tuple[str, ...], group: str, chain: Quantised
 ) -> None:
     chosen = Quantization("int8-row", ignore=("lm_head", *ignore))
     with pytest.raises(ConfigError, match=f"compute both as one layer, {re.escape(group)}"):
-        attached(str(tmp_path / "chain"), llama(), quantization=chosen)
-    assert not (tmp_path / "chain" / "chain.json").exists()
+        chain.attach(llama(), chosen)
+    assert not chain.begun
 
 
 def test_experts_of_a_layer_are_quantised_together() -> None:
@@ -432,112 +405,97 @@ def test_experts_of_a_layer_are_quantised_together() -> None:
 
 @pytest.mark.parametrize("recipe", ["fp8-row", "int8-row"])
 def test_weights_that_the_library_turns_into_zeros_are_named(
-    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    recipe: str, chain: Quantised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, url = Two(), str(tmp_path / "chain")
+    model = Two()
     with torch.no_grad():
         model.up.weight[3:5] = -1e-39  # a scale of that size is 0 in bf16
         model.down.weight[7] = 0
     whole = nn.ModuleDict({"up": copy.deepcopy(model.up), "down": copy.deepcopy(model.down)})
-    with attached(url, model, quantization=recipe) as publisher:
+    with chain.attach(model, recipe) as publisher:
         with torch.no_grad():
             model.up.bias.add_(1)
         publisher.publish().result()
-    named = [one for one in caplog.messages if "are published as 0" in one]
-    assert len(named) == 1  # not again with the next version
-    assert named[0].startswith("'up.weight': weights of at most 1.0e-39 are published as 0 in 2 of")
-    Subscriber(url, FolderTarget(tmp_path / "out")).update(0)
-    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    (named,) = (one for one in caplog.messages if "are published as 0" in one)  # once
+    assert named.startswith("'up.weight': weights of at most 1.0e-39 are published as 0 in 2 of")
+    found = chain.pulled()
     assert not found["up.weight"][3:5].float().any()
     assert differing(found, quantised_state(whole, recipe, ())) == set()
 
 
-def test_models_that_are_quantised_already(tmp_path: Path) -> None:
-    model = llama()
+def test_models_that_are_quantised_already(chain: Quantised, tmp_path: Path) -> None:
+    model, saved = llama(), tmp_path / "saved"
+    model.save_pretrained(saved)
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ConfigError, match="LlamaForCausalLM is quantised already"):
-        attached(str(tmp_path / "chain"), model)
+        chain.attach(model, "fp8-block")
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="the checkpoint is quantised already"):
+        chain.push(saved, "int8-row")
+    with pytest.raises(ConfigError, match=r"config\.json is of a quantised checkpoint"):
+        chain.attach(llama(), "fp8-block", assets=saved)
     plain = Two()
     plain.up.weight = nn.Parameter(plain.up.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ConfigError, match=r"'up\.weight' is F8_E4M3: quantised already"):
-        attached(str(tmp_path / "chain"), plain)
+        chain.attach(plain, "fp8-block")
 
 
-def test_checkpoints_that_are_quantised_already(tmp_path: Path) -> None:
-    model, saved, url = llama(), tmp_path / "saved", str(tmp_path / "chain")
-    model.save_pretrained(saved)
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+@pytest.mark.parametrize(
+    ("model", "why", "hint"),
+    [
+        (nn.Embedding(4, 4), "no linear layer is left", ""),
+        (lambda: nn.Linear(2, 2).state_dict().items(), r"no config\.json shows which", "assets="),
+    ],
+)
+def test_what_shows_no_linear_layers(chain: Quantised, model: Any, why: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        chain.attach(model, "fp8-block")
+    assert hint in caught.value.hint
+
+
+def test_experts_that_a_checkpoint_has_as_one_tensor(chain: Quantised) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 40}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = GptOssConfig(
+        num_hidden_layers=1,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention"],
+        **sizes,
+        **heads,
     )
-    with pytest.raises(ConfigError, match="the checkpoint is quantised already"):
-        push(open_store(url, writer=True), saved, PublishConfig(url=url, quantization="int8-row"))
-    with pytest.raises(ConfigError, match=r"config\.json is of a quantised checkpoint"):
-        attached(url, model, assets=saved)
-
-
-def test_experts_that_a_checkpoint_has_as_one_tensor(tmp_path: Path) -> None:
-    model = GptOssForCausalLM(
-        GptOssConfig(
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            vocab_size=40,
-            layer_types=["full_attention"],
-        )
-    ).bfloat16()
-    url = str(tmp_path / "chain")
+    model = GptOssForCausalLM(config).bfloat16()
     with pytest.raises(ConfigError, match=r"'model\.layers\.0\.mlp\.experts\.down_proj'") as caught:
-        attached(url, model)
+        chain.attach(model, "fp8-block")
     assert "ignore 'model.layers.0.mlp.experts'" in caught.value.hint
     left = Quantization("fp8-block", ignore=("lm_head", "experts"))
-    with attached(url, model, quantization=left) as publisher:
+    with chain.attach(model, left) as publisher:
         assert publisher.version == 0
 
 
-def test_model_without_a_linear_layer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no linear layer is left"):
-        attached(str(tmp_path / "chain"), nn.Embedding(4, 4))
-
-
-def test_export_without_a_configuration(tmp_path: Path) -> None:
+def test_code_or_scale_altered_in_the_store_is_refused(chain: Quantised) -> None:
     model = Two()
-    with pytest.raises(ConfigError, match=r"no config\.json shows which layers") as caught:
-        attached(str(tmp_path / "chain"), lambda: model.state_dict().items())  # type: ignore[arg-type]
-    assert "assets=" in caught.value.hint
-
-
-def test_code_or_scale_altered_in_the_store_is_refused(tmp_path: Path) -> None:
-    model, url = Two(), str(tmp_path / "chain")
-    with attached(url, model) as publisher:
-        table = Chain.open(open_store(url)).table.specs()
-        weights = {one.name: torch.zeros(one.shape, dtype=_dtype(one.dtype)) for one in table}
-        Subscriber(url, weights).update()
+    with chain.attach(model, "fp8-block") as publisher:
+        specs = chain.table.specs()
+        weights = {s.name: torch.zeros(s.shape, dtype=TORCH_DTYPES[s.dtype]) for s in specs}
+        Subscriber(chain.url, weights).update()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.25)  # codes and scales
         publisher.publish(step=1).result()
     held = {name: tensor.clone() for name, tensor in weights.items()}
-    (part,) = (tmp_path / "chain" / "deltas").rglob("*.safetensors")
+    (part,) = (chain.folder / "chain" / "deltas").rglob("*.safetensors")
     whole = part.read_bytes()
     for at in range(len(whole) // 3, len(whole), 97):
         part.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         with pytest.raises(DigestMismatchError):
-            Subscriber(url, weights).update()
-        for name, tensor in weights.items():
-            assert torch.equal(tensor.view(torch.uint8), held[name].view(torch.uint8)), name
+            Subscriber(chain.url, weights).update()
+        assert differing(weights, held) == set()
     part.write_bytes(whole)
-    Subscriber(url, weights).update()
+    Subscriber(chain.url, weights).update()
     assert not torch.equal(weights["up.weight_scale_inv"], held["up.weight_scale_inv"])
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16}[name]
 
 
 def test_an_error_in_blocks_of_one_rank_reaches_the_others() -> None:
@@ -557,24 +515,189 @@ def test_an_error_in_blocks_of_one_rank_reaches_the_others() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scale_of_the_model_that_is_not_finite(value: float, tmp_path: Path) -> None:
-    model, url = Two(), str(tmp_path / "chain")
-    model.register_buffer("k_scale", torch.tensor(0.5))
-    publisher = attached(url, model)
-    with torch.no_grad():
-        model.up.weight[0, 0] += 0.25
-    model.get_buffer("k_scale").fill_(value)
+def test_scale_of_the_model_that_is_not_finite(value: float, chain: Quantised) -> None:
+    model = Two()
+    scale = torch.tensor(0.5)
+    model.register_buffer("k_scale", scale)
+    with chain.attach(model, "fp8-block") as publisher:
+        with torch.no_grad():
+            model.up.weight[0, 0] += 0.25
+        scale.fill_(value)
+        with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
+            publisher.publish(step=1)
+        assert publisher.version == 0
+        scale.fill_(0.75)
+        assert publisher.publish(step=2).result().version == 1
+    scale.fill_(value)
     with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
-        publisher.publish(step=1)
-    assert publisher.version == 0
-    model.get_buffer("k_scale").fill_(0.75)
-    assert publisher.publish(step=2).result().version == 1
-    publisher.close()
-    model.get_buffer("k_scale").fill_(value)
-    with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
-        attached(str(tmp_path / "other"), model)
+        chain.attach(model, "fp8-block")
 
 
 def test_a_config_without_the_type_of_its_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no model_type"):
         layers_of_config({"architectures": ["LlamaForCausalLM"]})
+
+
+# Recipes that come with an installed package: one file, and one line of metadata
+
+SOURCE = Path(__file__).with_name("acme_ternary.py").read_text(encoding="utf-8")
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install packages for this process, until the test ends."""
+
+    def add(source: str, module: str = "acme_ternary", name: str = "acme.ternary") -> None:
+        folder = tmp_path / f"site-{module}"
+        folder.mkdir()
+        (folder / f"{module}.py").write_text(source)
+        info = folder / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {module}:TERNARY\n")
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    yield add
+    for module in ("acme_ternary", "acme_other"):
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def known(install: Install, monkeypatch: pytest.MonkeyPatch) -> RecipeRegistry:
+    """A process that starts with the package installed: its registry, for all that ask it."""
+    install(SOURCE)
+    fresh = RecipeRegistry(registry.RECIPES.values())
+    for module in ("tensors", "settings"):
+        monkeypatch.setattr(f"deltachain.publish.quantise.{module}.RECIPES", fresh)
+    monkeypatch.setattr("deltachain.publish.ranks.sharing.RECIPES", fresh)
+    return fresh
+
+
+def test_an_installed_recipe_is_published_pulled_and_pushed(
+    known: RecipeRegistry, chain: Quantised, tmp_path: Path
+) -> None:
+    assert "acme_ternary" not in sys.modules
+    assert "acme.ternary" in set(known)
+    assert "acme_ternary" not in sys.modules, "a list of names imports nothing"
+    model = llama()
+    with chain.attach(model, "acme.ternary") as publisher:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[3] *= -1.5
+        assert publisher.publish(step=1).result().kind == "delta"
+    assert "acme_ternary" in sys.modules
+    ok("verify", chain.url)
+    found = chain.pulled(1)
+    assert not any(name.endswith("up_proj.weight") for name in found)
+    for name, layer in model.named_modules():
+        if f"{name}.ternary" in found:
+            weight = layer.weight.detach().float()
+            near = dense(found, name)
+            assert set(near[weight.abs() == weight.abs().max()].sign().tolist()) <= {-1.0, 1.0}
+            assert torch.cosine_similarity(near.flatten(), weight.flatten(), dim=0) > 0.7
+    assert chain.config() == {"quant_method": "acme", "leave": ["lm_head"]}
+    record = {"recipe": "acme.ternary", "library": "acme_ternary", "version": "1.0"}
+    assert chain.table.ext["quantization"] == record
+    model.save_pretrained(tmp_path / "saved")
+    again = ok("push", tmp_path / "saved", chain.url, "--quantization", "acme.ternary")
+    assert "nothing to do" in again.stdout
+    other = invoke("push", tmp_path / "saved", chain.url, "--quantization", "nvfp4a16")
+    assert other.code != 0
+    assert "recipe acme.ternary of acme_ternary 1.0" in " ".join(other.stderr.split())
+
+
+def test_a_package_of_another_version_does_not_continue_the_chain(
+    known: RecipeRegistry, chain: Quantised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain.attach(llama(), "acme.ternary").close()
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda n: "1.1" if n == "acme_ternary" else real(n)
+    )
+    with pytest.raises(ChainMismatchError, match=r"acme_ternary 1\.1") as caught:
+        chain.attach(llama(), "acme.ternary")
+    assert "acme_ternary==1.0" in caught.value.hint
+    assert known["acme.ternary"].version() == "1.1"
+
+
+def test_windows_of_four_codes_in_a_byte_are_those_of_the_whole(install: Install) -> None:
+    install(SOURCE)
+    for seed, shape in enumerate([(60, 48), (1, 200), (33, 8)]):
+        values = heavy(shape, torch.Generator().manual_seed(seed)).bfloat16()
+        expected = in_windows(TERNARY, values, [Box.whole(shape)])
+        assert {name: tuple(one.shape) for name, one in expected.items()} == {
+            "layer.ternary": (shape[0], shape[1] // 4),
+            "layer.ternary_scale": (shape[0], shape[1] // 8),
+            "layer.ternary_over": (1,),
+        }
+        parts = list(windows(shape, random.Random(seed), TERNARY))
+        assert differing(in_windows(TERNARY, values, parts), expected) == set(), parts
+
+
+# The registry
+
+
+@pytest.mark.parametrize(
+    "name", ["acme", "acme_ternary", "acme_ternary:TERNARY", "os", "", "a" * 9000]
+)
+def test_a_name_imports_nothing_but_its_own_entry_point(install: Install, name: str) -> None:
+    install(SOURCE)
+    known = RecipeRegistry([INT8_ROW])
+    assert name not in known
+    with pytest.raises(ConfigError, match="no such recipe") as caught:
+        known.chosen(name)
+    assert caught.value.hint.startswith("expected one of: acme.ternary, int8-row")
+    assert "acme_ternary" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise ImportError('no such library')", "no such library"),
+        ("TERNARY = 7", "not a Recipe of that name"),
+        ("from deltachain.publish.quantise.compressed import INT8_ROW as TERNARY", "not a Recipe"),
+        (SOURCE.replace("(1, 4)", "(1, 3)"), "3 columns"),
+        (SOURCE.replace('"acme.ternary"', '"acme.other"'), "not a Recipe of that name"),
+        ("", "no attribute"),
+    ],
+)
+def test_a_package_that_does_not_load_is_named(
+    install: Install, source: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(source)
+    known = RecipeRegistry([INT8_ROW])
+    with caplog.at_level(logging.WARNING):
+        assert ["acme.ternary" in known for _ in range(3)] == [False] * 3
+    assert len(caplog.records) == 1
+    with pytest.raises(ConfigError, match=why) as caught:
+        known.chosen("acme.ternary")
+    assert "acme_ternary 1.0" in str(caught.value)
+    assert caught.value.hint == "repair that package"
+    assert set(known) == {"int8-row"}
+
+
+def test_two_packages_with_one_name_are_refused(install: Install) -> None:
+    install(SOURCE)
+    install(SOURCE, "acme_other")
+    with pytest.raises(ConfigError, match="several packages provide it"):
+        RecipeRegistry([]).chosen("acme.ternary")
+    assert {"acme_ternary", "acme_other"}.isdisjoint(sys.modules)
+
+
+def test_a_package_takes_no_name_without_a_dot(install: Install) -> None:
+    install(SOURCE.replace('"acme.ternary"', '"ternary"'), name="ternary")
+    with pytest.raises(ConfigError, match="dots between"):
+        RecipeRegistry([INT8_ROW]).chosen("ternary")
+
+
+def test_a_recipe_is_registered_for_this_process() -> None:
+    known = RecipeRegistry([INT8_ROW])
+    known.register(TERNARY)
+    known.register(TERNARY)
+    assert known["acme.ternary"] is TERNARY
+    with pytest.raises(ConfigError, match="dots between"):
+        known.register(INT8_ROW)
+    with pytest.raises(ConfigError, match=r"'acme\.ternary': no such recipe"):
+        Quantization("acme.ternary")

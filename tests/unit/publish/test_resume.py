@@ -1,26 +1,34 @@
+"""Where a publisher goes on: after a restart, and in a store that lost things or went back."""
+
+import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from deltachain.chain import commits
 from deltachain.chain.chain import Chain
 from deltachain.errors import (
+    BrokenChainError,
     ChainMismatchError,
     ConfigError,
+    DeltaChainError,
     PublisherFencedError,
     StoreUnavailableError,
+    StoreWentBackError,
 )
+from deltachain.format.documents import dump
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import Publisher
-from deltachain.store import MemoryStore
-from tests.support.faults import Fault, FaultyStore
-from tests.support.models import State, TinyModel, bits_of, plain_model, recompute, same, train_
+from deltachain.publish import writer as place
+from deltachain.store import MemoryStore, Store
+from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.support.values import present
-
-Attach = Callable[..., Publisher]
+from tests.unit.manifest_chains import SingleWriterStore, create, extend, manifest_after
+from tests.unit.publish.chains import Attach, assert_head_is, head_of, publish
 
 
 @pytest.fixture
@@ -28,10 +36,7 @@ def trained(attach: Attach) -> TinyModel:
     """A model whose chain has versions 0 to 3."""
     model = TinyModel()
     publisher = attach(model, anchor_factor=1000.0)
-    for step in (1, 2, 3):
-        train_(model, step)
-        publisher.publish(step=step)
-        publisher.flush()
+    publish(publisher, model, 1, 2, 3)
     publisher.close()
     return model
 
@@ -50,37 +55,38 @@ def versions(store: MemoryStore) -> list[tuple[int, str, int]]:
     return [(m.version, m.edge.kind, m.epoch) for m in manifests]
 
 
-def head(store: MemoryStore) -> State:
-    found = recompute(store)
-    return found[max(found)].state
+def starts_over(store: Store) -> str:
+    """The way of a newcomer begins with an anchor of the head."""
+    head = head_of(store)
+    first, *_ = Chain.open(store).plan(None, head).edges
+    return first.kind if first.version == head.version else ""
 
 
 # What cannot be continued
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "settings"),
     [
-        plain_model(),
-        TinyModel(width=32),
-        nn.Sequential(nn.Linear(24, 40, dtype=torch.float32), nn.Linear(40, 8)),
+        (plain_model(), {}),
+        (TinyModel(width=32), {}),
+        (TinyModel().float(), {}),
+        (TinyModel(), {"dtype": "BF16"}),
     ],
 )
 def test_the_chain_of_another_model_is_refused(
-    attach: Attach, store: MemoryStore, trained: TinyModel, other: nn.Module
+    attach: Attach,
+    store: MemoryStore,
+    trained: TinyModel,
+    other: nn.Module,
+    settings: dict[str, str],
 ) -> None:
     before = versions(store)
     with pytest.raises(ChainMismatchError, match="another model") as caught:
-        attach(other)
+        attach(other, **settings)
     assert "URL of its own" in caught.value.hint
     assert versions(store) == before
-    assert same(recompute(store)[3].state, bits_of(trained))
-
-
-def test_another_wire_dtype_is_another_model(attach: Attach) -> None:
-    attach(plain_model(dtype=torch.float32))
-    with pytest.raises(ChainMismatchError):
-        attach(plain_model(dtype=torch.float32), dtype="BF16")
+    assert_head_is(trained, 3, store)
 
 
 def test_another_publisher_that_takes_over_first_wins(
@@ -97,16 +103,11 @@ def test_a_last_version_of_the_publisher_before_is_taken_over_too(
 ) -> None:
     old, new = plain_model(), plain_model()
     before = attach(old)
-    train_(old, 1)
-
-    def publish_last() -> None:
-        before.publish(step=1)
-        before.flush()
-
-    owner = attach(new, on=FaultyStore(store, Fault(publish_last, "manifests/")))
+    last = Fault(lambda: publish(before, old, 1), "manifests/")
+    owner = attach(new, on=FaultyStore(store, last))
     assert [(v, e) for v, _, e in versions(store)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert owner.version == 3
-    assert same(head(store), bits_of(new))
+    assert_head_is(new, 3, store)
 
 
 # What can
@@ -118,75 +119,62 @@ def test_a_restart_in_the_same_state_adds_an_empty_version(
     publisher = attach(at_step(3))
     assert (publisher.version, publisher.epoch) == (4, 1)
     assert versions(store)[3:] == [(3, "delta", 0), (4, "delta", 1)]
-    assert recompute(store)[4].committed.manifest.edge.parts == ()
-    assert same(head(store), bits_of(trained))
+    assert head_of(store).manifest.edge.parts == ()
+    assert_head_is(trained, 4, store)
 
 
+@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
 def test_a_restart_from_an_older_checkpoint_publishes_the_difference(
-    attach: Attach, store: MemoryStore, trained: TinyModel
-) -> None:
-    model = at_step(1)
-    publisher = attach(model)
-    assert versions(store)[4:] == [(4, "delta", 1), (5, "delta", 1)]
-    assert not same(bits_of(model), bits_of(trained))
-    assert same(head(store), bits_of(model))
-    train_(model, 9)
-    publisher.publish(step=9)
-    publisher.flush()
-    assert same(head(store), bits_of(model))
-
-
-@pytest.mark.parametrize("encoding", ["overwrite", "raw"])
-def test_the_difference_is_written_as_configured(
     attach: Attach, store: MemoryStore, trained: TinyModel, encoding: str
 ) -> None:
-    attach(at_step(2), encoding=encoding)
-    newest = recompute(store)[5]
-    assert encoding in newest.committed.manifest.edge.encodings
-    assert not same(newest.state, bits_of(trained))
+    model = at_step(1)
+    publisher = attach(model, encoding=encoding)
+    assert versions(store)[4:] == [(4, "delta", 1), (5, "delta", 1)]
+    assert encoding in head_of(store).manifest.edge.encodings
+    assert not same(bits_of(model), bits_of(trained))
+    assert_head_is(model, 5, store)
+    publish(publisher, model, 9)
+    assert_head_is(model, 6, store)
 
 
+@pytest.mark.usefixtures("trained")
 def test_a_restart_from_an_unrelated_state_starts_over_with_an_anchor(
-    attach: Attach, store: MemoryStore, trained: TinyModel, caplog: pytest.LogCaptureFixture
+    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = TinyModel(seed=77)
     attach(model)
     assert versions(store)[4:] == [(4, "delta", 1), (5, "anchor", 1)]
     assert "starts over with an anchor" in caplog.text
-    assert same(head(store), bits_of(model))
-    assert not same(head(store), bits_of(trained))
+    assert_head_is(model, 5, store)
 
 
+@pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("action", ["hide", "corrupt", "truncate"])
 @pytest.mark.parametrize("prefix", ["anchors/", "deltas/00000000000000000002"])
 def test_a_chain_that_can_not_be_rebuilt_is_continued_with_an_anchor(
-    attach: Attach, store: MemoryStore, trained: TinyModel, action: str, prefix: str
+    attach: Attach, store: MemoryStore, action: Action, prefix: str
 ) -> None:
     model = at_step(1)
-    attach(model, on=FaultyStore(store, Fault(action, prefix, times=None)))  # type: ignore[arg-type]
+    attach(model, on=FaultyStore(store, Fault(action, prefix, times=None)))
     assert versions(store)[4:] == [(4, "delta", 1), (5, "anchor", 1)]
-    assert same(head(store), bits_of(model))
-    assert not same(bits_of(model), bits_of(trained))
+    assert_head_is(model, 5, store)
 
 
+@pytest.mark.usefixtures("trained")
 def test_an_object_that_is_corrupt_once_is_fetched_again(
-    attach: Attach, store: MemoryStore, trained: TinyModel
+    attach: Attach, store: MemoryStore
 ) -> None:
-    model = at_step(1)
-    attach(model, on=FaultyStore(store, Fault("corrupt", "anchors/")))
+    attach(at_step(1), on=FaultyStore(store, Fault("corrupt", "anchors/")))
     assert versions(store)[5] == (5, "delta", 1)
-    assert not same(bits_of(model), bits_of(trained))
 
 
-def test_attaching_can_be_tried_again(
-    attach: Attach, store: MemoryStore, trained: TinyModel
-) -> None:
+@pytest.mark.usefixtures("trained")
+def test_attaching_can_be_tried_again(attach: Attach, store: MemoryStore) -> None:
     faulty = FaultyStore(store, Fault("fail", "deltas/"))
     with pytest.raises(StoreUnavailableError):
         attach(at_step(1), on=faulty)
-    attach(at_step(1), on=faulty)
-    assert same(head(store), bits_of(at_step(1)))
-    assert not same(head(store), bits_of(trained))
+    publisher = attach(at_step(1), on=faulty)
+    assert_head_is(at_step(1), publisher.version, store)
 
 
 def test_a_chain_without_a_version_is_begun(attach: Attach, store: MemoryStore) -> None:
@@ -229,15 +217,11 @@ def test_a_base_is_referred_to_and_not_uploaded(
     attach: Attach, store: MemoryStore, base: Path
 ) -> None:
     model = plain_model()
-    publisher = attach(model, base=base)
-    train_(model, 1)
-    publisher.publish()
-    publisher.flush()
-    found = recompute(store)
-    reference = present(found[0].committed.manifest.edge.reference)
+    publish(attach(model, base=base), model, 1)
+    reference = present(recompute(store)[0].committed.manifest.edge.reference)
     assert [file.name for file in reference.files] == ["model.safetensors"]
     assert list(store.list("anchors/")) == []
-    assert same(found[1].state, bits_of(model))
+    assert_head_is(model, 1, store)
     assert [info.key.rsplit("/", 1)[1] for info in store.list("assets/")] == ["config.json"]
 
 
@@ -245,18 +229,14 @@ def test_a_restart_rebuilds_from_the_base_wherever_it_lies_now(
     attach: Attach, store: MemoryStore, base: Path, tmp_path: Path
 ) -> None:
     model = plain_model()
-    publisher = attach(model, base=base)
-    for step in (1, 2):
-        train_(model, step)
-        publisher.publish(step=step)
-        publisher.flush()
+    publish(attach(model, base=base), model, 1, 2)
     moved = tmp_path / "elsewhere"
     shutil.copytree(base, moved)
     again = plain_model()
     train_(again, 1)
     attach(again, base=moved)
     assert versions(store)[4] == (4, "delta", 1)
-    assert same(head(store), bits_of(again))
+    assert_head_is(again, 4, store)
 
 
 def test_a_restart_without_its_base_starts_over_with_an_anchor(
@@ -267,5 +247,307 @@ def test_a_restart_without_its_base_starts_over_with_an_anchor(
     shutil.rmtree(base)
     train_(model, 1)
     attach(model)
-    newest = present(Chain.open(store).head())
-    assert (newest.version, newest.manifest.edge.kind) == (2, "anchor")
+    head = head_of(store)
+    assert (head.version, head.manifest.edge.kind) == (2, "anchor")
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "AGAIN_S", 0.0)
+
+
+def keys_of(store: MemoryStore) -> dict[str, bytes]:
+    return {info.key: store.get(info.key) for info in store.list()}
+
+
+def lose(store: MemoryStore, *prefixes: str) -> None:
+    for info in list(store.list()):
+        if info.key.startswith(prefixes):
+            store.delete(info.key)
+
+
+def go_back(store: MemoryStore, objects: dict[str, bytes]) -> None:
+    lose(store, "")
+    for key, data in objects.items():
+        store.put(key, data)
+
+
+# A publisher that outlives its store
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_an_open_publisher_waits_for_a_store_that_went_back(
+    attach: Attach, store: MemoryStore, on_error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain_model()
+    publisher = attach(model, on_error=on_error)
+    publish(publisher, model, 1)
+    then = keys_of(store)
+    publish(publisher, model, 2, 3)
+    now = keys_of(store)
+    go_back(store, then)
+    for step in (4, 5, 6):
+        train_(model, step)
+        before = keys_of(store) if step > 4 else {}
+        try:
+            future = publisher.publish(step=step)
+            publisher.flush()
+        except StoreWentBackError:
+            assert on_error == "raise"
+        else:
+            assert on_error == "warn"
+            assert not future.done() or isinstance(future.exception(), StoreWentBackError)
+        assert head_of(store).version == 1
+        assert not before or keys_of(store) == before  # and no payload is put in vain
+    assert on_error == "raise" or caplog.text.count("went back") >= 3
+    go_back(store, now)
+    publish(publisher, model, 7)
+    assert_head_is(model, 4, store)
+
+
+def test_a_restarted_publisher_goes_on_where_the_store_went_back_to(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publisher = attach(model)
+    publish(publisher, model, 1)
+    then = keys_of(store)
+    publish(publisher, model, 2, 3)
+    go_back(store, then)
+    with pytest.raises(StoreWentBackError, match="restart this publisher"):
+        publish(publisher, model, 4)
+    publisher.close()
+    assert keys_of(store).get(HEAD_KEY) == then.get(HEAD_KEY)
+    again = attach(model)
+    publish(again, model, 5)
+    assert_head_is(model, again.version, store)
+    assert again.epoch == 1
+
+
+def test_a_publisher_puts_back_what_its_chain_is_known_by(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publisher = attach(model)
+    identity = {key: store.get(key) for key in (CHAIN_KEY, TABLE_KEY)}
+    lose(store, *identity)
+    restored: list[str] = []
+    for step in range(1, 9):
+        publish(publisher, model, step)
+        restored += present(publisher.last).restored
+    assert {key: store.get(key) for key in identity} == identity
+    assert restored == list(identity)
+
+
+# Versions behind a gap
+
+
+@pytest.fixture(params=[MemoryStore, SingleWriterStore])
+def any_store(request: pytest.FixtureRequest) -> MemoryStore:
+    made: MemoryStore = request.param()
+    return made
+
+
+@pytest.mark.parametrize("gap", [(3, 5), (3, 15), (3, 40), (1, 40), (40, 41), (43, 44)])
+def test_versions_behind_a_gap_are_never_walked_into(
+    any_store: MemoryStore, gap: tuple[int, int]
+) -> None:
+    chain = create(any_store)
+    extend(chain, 45)
+    chain.write_head(gap[0] - 1, [])
+    for version in range(*gap):
+        any_store.delete(manifest_key(version))
+    before = keys_of(any_store)
+    with pytest.raises(BrokenChainError, match=r"of versions \d+.* are missing") as caught:
+        place.newest(Chain.open(any_store))
+    assert caught.value.version == gap[0]
+    assert keys_of(any_store) == before
+    for version in range(gap[1], 45):  # the way out, as the hint has it
+        any_store.delete(manifest_key(version))
+    found = present(place.newest(Chain.open(any_store)))
+    assert found.version == gap[0] - 1
+
+
+@pytest.mark.parametrize("hint", [None, 2, 8])
+def test_a_version_whose_manifest_alone_is_lost_is_passed_over(
+    attach: Attach, store: MemoryStore, hint: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain_model()
+    publish(attach(model), model, *range(1, 10))
+    store.delete(manifest_key(5))
+    store.delete(HEAD_KEY)
+    if hint is not None:
+        Chain.open(store).write_head(hint, [])
+    train_(model, 10)
+    assert attach(model).version == head_of(store).version == 11
+    assert hint == 8 or "of versions 5: something deletes" in caplog.text
+
+
+def test_a_version_far_behind_a_gap_is_found(store: MemoryStore) -> None:
+    made = extend(create(store), 3)
+    for version in (2 + 9_000, 2 + 19_990, 2 + 2**20):
+        store.put(manifest_key(version), b"any")
+        with pytest.raises(BrokenChainError, match=f"one of version {version}"):
+            place.newest(Chain.open(store))
+        store.delete(manifest_key(version))
+    assert place.newest(Chain.open(store)) == made[-1]
+
+
+def test_a_listing_may_lag(store: MemoryStore) -> None:
+    chain = create(store)
+    made = extend(chain, 3)
+    faulty = FaultyStore(store, Fault("stale-list", "manifests/", times=None))
+    made += extend(chain, 30, made[-1])
+    assert place.newest(Chain.open(faulty)) == made[-1]
+
+
+def test_what_is_left_of_an_idle_chain_is_gone_on_with(
+    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rule took all that is older than its last versions, the hint too."""
+    model = plain_model()
+    publish(attach(model), model, *range(1, 10))
+    kept = {CHAIN_KEY, TABLE_KEY, *map(manifest_key, (7, 8, 9))}
+    go_back(store, {key: data for key, data in keys_of(store).items() if key in kept})
+    with caplog.at_level(logging.WARNING):
+        again = attach(model, anchor_factor=0.001)
+    assert again.version == 10
+    assert "of versions 0 to 6: something deletes" in caplog.text
+    publish(again, model, 11)
+    head = head_of(store)
+    assert (head.version, head.state) == (11, present(again.last).state)
+    assert starts_over(store) == "anchor"  # a newcomer has a way again
+
+
+# An identity that is lost, and nobody open who holds it
+
+
+def test_the_same_model_makes_a_lost_identity_again(
+    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain_model()
+    publisher = attach(model)
+    publish(publisher, model, 1, 2)
+    publisher.close()
+    before = Chain.open(store).identity
+    for gone in ([CHAIN_KEY], [CHAIN_KEY, TABLE_KEY]):
+        lose(store, *gone)
+        train_(model, 7)
+        again = attach(model)
+        after = Chain.open(store).identity
+        assert (after.chain, after.table) == (before.chain, before.table)
+        assert_head_is(model, again.version, store)
+        again.close()
+    assert "was made anew for chain" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gone", "model", "why", "hint"),
+    [
+        ([CHAIN_KEY], TinyModel(), "cannot be shown to be that of chain", "from a backup"),
+        (
+            [CHAIN_KEY, TABLE_KEY],
+            TinyModel(),
+            "cannot be shown to be that of chain",
+            "from a backup",
+        ),
+        ([CHAIN_KEY, TABLE_KEY, "anchors/"], plain_model(), "cannot be rebuilt", ""),
+    ],
+)
+def test_nothing_is_made_where_nothing_can_be_shown(
+    attach: Attach, store: MemoryStore, gone: list[str], model: nn.Module, why: str, hint: str
+) -> None:
+    publish(attach(plain_model()), plain_model(), 1)
+    lose(store, *gone)
+    before = keys_of(store)
+    with pytest.raises(BrokenChainError, match=why) as caught:
+        attach(model)
+    assert hint in caught.value.hint
+    assert keys_of(store) == before
+
+
+def test_versions_of_two_chains_are_not_told_apart(attach: Attach, store: MemoryStore) -> None:
+    made = extend(create(store), 3)
+    store.delete(CHAIN_KEY)
+    store.put(manifest_key(3), dump(manifest_after(made[-1], chain="two")))
+    with pytest.raises(DeltaChainError):
+        attach(plain_model())
+
+
+def test_an_anchor_that_expired_is_made_again(
+    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=1000.0)
+    publish(publisher, model, 1)
+    lose(store, "anchors/")
+    publish(publisher, model, *range(2, 9))
+    assert "newcomers need an anchor that is gone" in caplog.text
+    assert head_of(store).version == 8
+    assert starts_over(store) == "anchor"
+    publisher.close()
+    lose(store, "anchors/")
+    publish(attach(model, anchor_factor=1000.0), model, 10)
+    assert starts_over(store)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("part", [0, -1])
+def test_an_anchor_of_which_a_part_is_no_good_is_made_again_at_a_start(
+    attach: Attach, store: MemoryStore, part: int, *, is_cut: bool
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=1000.0, part_nbytes=64)
+    publish(publisher, model, 1)
+    publisher.close()
+    parts = sorted(info.key for info in store.list("anchors/"))
+    assert len(parts) > 1
+    data = store.get(parts[part])
+    store.delete(parts[part])
+    if is_cut:
+        store.put(parts[part], data[:-1])
+    publish(attach(model, anchor_factor=1000.0), model, 2)
+    assert starts_over(store)
+
+
+@pytest.mark.parametrize("lost", [manifest_key(2), "deltas/00000000000000000002"])
+def test_an_anchor_is_due_where_something_on_the_way_to_the_head_is_gone(
+    attach: Attach, store: MemoryStore, lost: str
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=1000.0)
+    publish(publisher, model, 1, 2, 3)
+    publisher.close()
+    lose(store, lost)
+    publish(attach(model, anchor_factor=1000.0), model, 4)
+    assert starts_over(store)
+
+
+# What closing leaves behind
+
+
+def test_closing_leaves_nothing_in_a_store_that_was_emptied(
+    attach: Attach, store: MemoryStore
+) -> None:
+    publisher = attach(plain_model())
+    lose(store, "")
+    publisher.close()
+    assert keys_of(store) == {}
+    attach(plain_model(1))  # a new chain may begin there
+    assert head_of(store).version == 0
+
+
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])
+def test_attach_says_where_weights_go(
+    tmp_path: Path,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(level, logger="deltachain")
+    Publisher("s3/chains/run1").attach(plain_model()).close()
+    line = f"publishing to {(tmp_path / 's3/chains/run1').as_uri()}"
+    assert (f"deltachain: {line}\n" in capsys.readouterr().err) == (level == "WARNING")
+    assert (line in caplog.messages) == (level == "INFO")

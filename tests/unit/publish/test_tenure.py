@@ -164,10 +164,7 @@ def test_the_fenced_publisher_says_who_came_after_it(
 
 
 def test_an_idle_publisher_is_told_before_its_next_version(
-    attach: Attach,
-    chain: MemoryStore,
-    caplog: pytest.LogCaptureFixture,
-    new_threads: NewThreads,
+    attach: Attach, chain: MemoryStore, caplog: pytest.LogCaptureFixture, new_threads: NewThreads
 ) -> None:
     caplog.set_level("INFO")
     attach(plain_model(), metrics="0")

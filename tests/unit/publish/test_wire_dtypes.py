@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -33,7 +32,7 @@ from transformers.core_model_loading import (
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementMap, ElementRun
+from deltachain.publish.model.layout import NUMBER_BIT, Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, collect_weights
 from deltachain.publish.model.wire_dtypes import wire_dtype
 from deltachain.publish.quantise import tensors
@@ -44,6 +43,7 @@ from deltachain.publish.snapshot import wire_bits
 from deltachain.store import MemoryStore
 from deltachain.types import Indices, TensorSpec
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.unit.publish.chains import Attach
 from tests.unit.publish.test_source import dtypes, folder_of
 
 TINY: dict[str, Any] = {
@@ -58,12 +58,8 @@ TINY: dict[str, Any] = {
 
 
 def moe() -> PreTrainedModel:
-    extra: dict[str, Any] = {
-        "moe_intermediate_size": 12,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-    }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **extra))
+    extra: dict[str, Any] = {"moe_intermediate_size": 12, "num_experts": 3}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **extra, num_experts_per_tok=2))
 
 
 def renamed() -> PreTrainedModel:
@@ -121,15 +117,6 @@ def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
     assert {spec.name: spec.shape for spec in source.specs} == shapes
     truth = {name: bits_of({name: t})[name].tobytes() for name, t in expected.items()}
     assert as_checkpoint(source) == truth
-
-
-def test_layers_of_one_shape_share_their_table() -> None:
-    tables = {
-        id(w.element_map.table)
-        for w in collect_weights(transposed()).weights
-        if "up_proj" in w.spec.name
-    }
-    assert len(tables) == 1
 
 
 def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
@@ -211,39 +198,11 @@ def test_every_number_under_many_scales_of_blocks(recipe: str) -> None:
         assert torch.equal(ours, library), float(bound)
 
 
-@st.composite
-def boxes(draw: st.DrawFn) -> Box:
-    full = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
-    offset = tuple(draw(st.integers(0, size)) for size in full)
-    shape = tuple(draw(st.integers(0, size - at)) for size, at in zip(full, offset, strict=True))
-    return Box(full, offset, shape)
-
-
 def truth(box: Box) -> Indices:
     """Flat indices of a box, by slicing."""
     everything = np.arange(math.prod(box.full)).reshape(box.full)
     cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
     return everything[cut].reshape(-1)
-
-
-@given(boxes())
-def test_indices_of_a_box_are_those_of_a_slice(box: Box) -> None:
-    if box.numel:
-        assert box.flat(np.arange(box.numel)).tolist() == truth(box).tolist()
-
-
-@given(boxes())
-def test_elements_before_an_index_are_counted(box: Box) -> None:
-    indices = truth(box)
-    for index in range(math.prod(box.full) + 1):
-        assert box.before(index) == np.searchsorted(indices, index)
-
-
-@given(boxes())
-def test_neighbours_of_a_box_are_neighbours_of_the_tensor(box: Box) -> None:
-    indices = truth(box)
-    for start in range(0, indices.size, box.run) if box.numel else ():
-        assert set(np.diff(indices[start : start + box.run])) <= {1}
 
 
 def fused(experts: int, rows: int, width: int) -> tuple[ElementRun, ...]:
@@ -306,14 +265,6 @@ def test_windows_are_everything_once(
     assert sorted(found) == list(range(held.size))
 
 
-def test_a_window_is_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RUNS > 1
-    monkeypatch.setattr("deltachain.publish.model.layout.RUNS", 3)
-    spec = TensorSpec("w", "BF16", (8, 8))
-    columns = ElementMap.straight(spec, Box((8, 8), (0, 2), (8, 2)))
-    assert [len(window.indices) for window in columns.windows(1000)] == [6, 6, 4]
-
-
 def test_what_is_held_whole_is_found() -> None:
     slots = fused(3, 4, 5)
     rows = ElementMap(Box((3, 8, 5), (1, 0, 0), (2, 8, 5)), slots)
@@ -324,21 +275,31 @@ def test_what_is_held_whole_is_found() -> None:
     assert all(columns.all_of(slot.spec) is None for slot in slots)
 
 
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def saved_as(dtype: torch.dtype, folder: Path) -> Path:
+    """A checkpoint of the plain model."""
+    return folder_of(plain_model(dtype=dtype).state_dict(), folder)
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="no wire form"):
         collect_weights(plain_model(), dtype="bfloat16")
 
 
-def test_fp16_is_not_published_as_bf16_nor_the_reverse_unless_asked(tmp_path: Path) -> None:
-    saved = {name: tensor.half() for name, tensor in plain_model().state_dict().items()}
-    folder = folder_of(saved, tmp_path / "fp16")
-    with pytest.raises(ConfigError, match="BF16 in the model and F16 in its checkpoint") as caught:
-        collect_weights(plain_model(), checkpoint=folder)
-    assert "dtype='BF16' publishes what is trained" in caught.value.hint
-    halves = folder_of(plain_model().state_dict(), tmp_path / "bf16")
-    with pytest.raises(ConfigError, match="F16 in the model and BF16 in its checkpoint"):
-        collect_weights(plain_model(dtype=torch.float16), checkpoint=halves)
-    asked = collect_weights(plain_model(), checkpoint=folder, dtype="F16")
+@pytest.mark.parametrize(("model", "saved"), [(BF16, F16), (F16, BF16), (BF16, F32)])
+def test_weights_are_not_published_in_a_dtype_that_cannot_be_meant_unless_asked(
+    tmp_path: Path, model: torch.dtype, saved: torch.dtype
+) -> None:
+    """Neither fp16 as bf16, nor the reverse, nor in a wider one."""
+    folder, trained = saved_as(saved, tmp_path), plain_model(dtype=model)
+    names = {BF16: "BF16", F16: "F16", F32: "F32"}
+    why = f"{names[model]} in the model and {names[saved]} in its checkpoint"
+    with pytest.raises(ConfigError, match=why) as caught:
+        collect_weights(trained, checkpoint=folder)
+    assert f"dtype='{names[model]}' publishes what is trained" in caught.value.hint
+    asked = collect_weights(trained, checkpoint=folder, dtype="F16")
     assert {spec.dtype for spec in asked.specs} == {"F16"}
 
 
@@ -366,8 +327,8 @@ def test_a_finite_weight_is_never_published_as_infinite(dtype: str) -> None:
 def test_weights_that_a_given_dtype_rounds_beside_others_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain_model()
-    model[1].float()  # type: ignore[index]
+    model: Any = plain_model()
+    model[1].float()
     collect_weights(model, dtype="BF16")
     assert "rounds 2 weights" in caplog.text
     assert "'1.bias'" in caplog.text
@@ -377,27 +338,19 @@ def test_weights_that_a_given_dtype_rounds_beside_others_are_named(
     assert "rounds 2 weights" in caplog.text
     caplog.clear()
     collect_weights(model, dtype="BF16")
+    tensors = {"up": torch.zeros(2, dtype=BF16), "router.bias": torch.zeros(2)}
+    collect_weights(tensors.items)
     assert not caplog.text
-
-
-def test_a_wire_dtype_wider_than_the_model_is_refused(tmp_path: Path) -> None:
-    folder = folder_of({"0.weight": torch.zeros(40, 24)}, tmp_path / "fp32")
-    with pytest.raises(ConfigError, match="BF16 in the model and F32") as caught:
-        collect_weights(plain_model(), checkpoint=folder)
-    assert "dtype=" in caught.value.hint
-
-
-def test_each_weight_has_its_own_dtype_by_default() -> None:
-    found = dtypes(TinyModel())
-    assert (found["layer.weight"], found["norm.weight"]) == ("BF16", "F32")
+    collect_weights(tensors.items, dtype="BF16")
+    assert "rounds 1 weights" in caplog.text
+    assert "'router.bias'" in caplog.text
 
 
 def test_dtypes_of_single_tensors_differ_as_in_the_checkpoint(tmp_path: Path) -> None:
     tensors = plain_model().state_dict()
     tensors["1.bias"] = tensors["1.bias"].float()
-    source = collect_weights(
-        plain_model(dtype=torch.float32), checkpoint=folder_of(tensors, tmp_path / "mix")
-    )
+    folder = folder_of(tensors, tmp_path / "mix")
+    source = collect_weights(plain_model(dtype=F32), checkpoint=folder)
     assert {w.spec.name for w in source.weights if w.spec.dtype == "F32"} == {"1.bias"}
 
 
@@ -409,32 +362,20 @@ def test_a_folder_of_other_files_says_nothing_about_dtypes(tmp_path: Path) -> No
 def test_a_checkpoint_that_cannot_be_read_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = folder_of(plain_model(dtype=torch.float16).state_dict(), tmp_path / "fp16")
+    folder = saved_as(F16, tmp_path / "fp16")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     collect_weights(plain_model(), checkpoint=folder)
-    assert (
-        "the dtypes of the checkpoint that the model was loaded from are not known" in caplog.text
-    )
+    unknown = "the dtypes of the checkpoint that the model was loaded from are not known"
+    assert unknown in caplog.text
 
 
 @pytest.mark.parametrize("asked", ["F16", None])
 def test_a_wire_dtype_of_a_narrower_range_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str | None
 ) -> None:
-    folder = folder_of(plain_model(dtype=torch.float16).state_dict(), tmp_path / "fp16")
-    collect_weights(plain_model(dtype=torch.float32), dtype=asked, checkpoint=folder)
+    folder = saved_as(F16, tmp_path)
+    collect_weights(plain_model(dtype=F32), dtype=asked, checkpoint=folder)
     assert "published as F16, in which values below 3e-08 become zero" in caplog.text
-
-
-def test_weights_of_an_export_that_a_given_dtype_rounds_are_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    tensors = {"up": torch.zeros(2, dtype=torch.bfloat16), "router.bias": torch.zeros(2)}
-    collect_weights(tensors.items)
-    assert not caplog.text
-    collect_weights(tensors.items, dtype="BF16")
-    assert "rounds 1 weights" in caplog.text
-    assert "'router.bias'" in caplog.text
 
 
 def test_a_dtype_given_outright_wins_for_floats_and_leaves_integers(tmp_path: Path) -> None:
@@ -443,31 +384,19 @@ def test_a_dtype_given_outright_wins_for_floats_and_leaves_integers(tmp_path: Pa
     assert set(dtypes(model, dtype="BF16").values()) == {"BF16", "I64"}
 
 
-def test_fp32_masters_are_rounded_to_nearest_even(
-    attach: Callable[..., Publisher], store: MemoryStore
-) -> None:
-    model = plain_model(dtype=torch.float32)
+def test_fp32_masters_are_rounded_to_nearest_even(attach: Attach, store: MemoryStore) -> None:
+    """Updates below half a step of bf16 are not published."""
+    model = plain_model(dtype=F32)
     publisher = attach(model, dtype="BF16")
     train_(model, 1, share=0.1)
-    publisher.publish()
-    publisher.flush()
-    bf16 = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    publisher.publish().result()
+    bf16 = {name: tensor.to(BF16) for name, tensor in model.state_dict().items()}
     assert same(recompute(store)[1].state, bits_of(bf16))
-
-
-def test_updates_below_half_a_bf16_step_are_not_published(attach: Callable[..., Publisher]) -> None:
-    model = plain_model(dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16).float())
-    publisher = attach(model, dtype="BF16")
-    with torch.no_grad():
-        for parameter in model.parameters():
+            parameter.copy_(parameter.to(BF16).float())
             parameter.view(-1).view(torch.int32).add_(1)
-    publisher.publish()
-    receipt = publisher.flush()
-    assert receipt is not None
-    assert receipt.nnz == 0
+    assert publisher.publish().result().nnz == 0
 
 
 def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
@@ -505,48 +434,28 @@ def of_bf16(model: nn.Module, folder: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
-def test_what_a_class_keeps_in_fp32_is_published_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+@pytest.mark.parametrize("name", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", None])
+def test_what_a_class_keeps_in_fp32_is_published_so_and_other_such_weights_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str | None
 ) -> None:
-    model = of_bf16(plain_model(), tmp_path / "bf16")
-    model[1].float()  # type: ignore[index]
-    setattr(model, name, {"1.we*ht"})
-    found = dtypes(model)
-    assert {one for one, dtype in found.items() if dtype == "F32"} == {"1.weight"}
-    assert "1 weights such as '1.bias' are rounded to BF16" in caplog.text
-    caplog.clear()
-    assert set(dtypes(model.float()).values()) == {"BF16"}  # masters
-    assert not caplog.text
-
-
-def test_fp32_weights_of_a_bf16_model_that_are_rounded_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = of_bf16(plain_model(), tmp_path / "bf16")
-    model[1].float()  # type: ignore[index]
-    assert set(dtypes(model).values()) == {"BF16"}
-    assert "2 weights such as '1.bias' are rounded to BF16" in caplog.text
+    model: Any = of_bf16(plain_model(), tmp_path / "bf16")
+    model[1].float()
+    if name is not None:
+        setattr(model, name, {"1.we*ht"})
+    kept = {"1.weight"} if name else set()
+    assert {one for one, dtype in dtypes(model).items() if dtype == "F32"} == kept
+    assert f"{2 - len(kept)} weights such as '1.bias' are rounded to BF16" in caplog.text
     assert "dtype='model'" in caplog.text
     caplog.clear()
     own = dtypes(model, dtype="model")
     assert {one for one, dtype in own.items() if dtype == "F32"} == {"1.bias", "1.weight"}
+    assert set(dtypes(model.float()).values()) == {"BF16"}  # masters
     assert not caplog.text
 
 
 def test_a_wrapped_model_keeps_its_dtypes_and_its_configuration(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "base"
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        head_dim=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(checkpoint)
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).bfloat16().save_pretrained(tmp_path)
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=F32)
     wrapped = nn.DataParallel(model)
     assert {spec.dtype for spec in collect_weights(wrapped).specs} == {"BF16"}
     assert collect_weights(wrapped).specs == collect_weights(model).specs
