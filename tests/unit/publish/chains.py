@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from deltachain.chain.chain import Chain, Committed
 from deltachain.cli.pull import pull
 from deltachain.format.documents import Table
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish import PublishConfig, Publisher, PublishReceipt
 from deltachain.publish.push import Pushed, push
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.store import Store, open_store
+from deltachain.store import MemoryStore, Store, open_store
+from tests.support.faults import Fault, FaultyStore
 from tests.support.models import bits_of, recompute, same, train_
 from tests.support.values import present
 
@@ -38,6 +40,10 @@ def head_of(store: Store) -> Committed:
     return present(Chain.open(store).head())
 
 
+def keys_of(store: Store) -> dict[str, bytes]:
+    return {info.key: store.get(info.key) for info in store.list()}
+
+
 def assert_head_is(model: nn.Module, version: int, store: Store) -> None:
     """The newest version is this one, and has the bits of the model."""
     found = recompute(store)
@@ -48,6 +54,31 @@ def assert_head_is(model: nn.Module, version: int, store: Store) -> None:
 def served(caplog: pytest.LogCaptureFixture) -> str:
     """Where the first publisher of the test serves its figures; the test logs at INFO."""
     return str(re.findall(r"metrics at (\S+)/metrics", caplog.text)[0])
+
+
+class Run:
+    """A model that is trained, its publisher, and the store in memory, with scripted faults."""
+
+    def __init__(
+        self, attach: Attach, store: MemoryStore, model: Any, *faults: Fault, **settings: Any
+    ) -> None:
+        self.model, self.store = model, store
+        self.faulty = FaultyStore(store, *faults)
+        self.publisher = attach(model, on=self.faulty, **settings)
+
+    def call(self, step: int) -> Future[PublishReceipt]:
+        """Train and publish a step, and wait for nothing."""
+        train_(self.model, step)
+        return self.publisher.publish(step=step)
+
+    def publish(self, *steps: int, share: float = 0.01) -> None:
+        publish(self.publisher, self.model, *steps, share=share)
+
+    def assert_head_is(self, version: int) -> None:
+        assert_head_is(self.model, version, self.store)
+
+
+Begin: TypeAlias = Callable[..., Run]
 
 
 @dataclass(frozen=True)

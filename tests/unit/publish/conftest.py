@@ -10,7 +10,9 @@ from torch import nn
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
-from tests.unit.publish.chains import Quantised
+from tests.support.faults import Fault
+from tests.support.models import plain_model
+from tests.unit.publish.chains import Attach, Begin, Quantised, Run
 
 
 @pytest.fixture
@@ -43,6 +45,16 @@ def new_threads() -> Callable[[str], list[threading.Thread]]:
         return [t for t in set(threading.enumerate()) - before if t.name.startswith(name)]
 
     return named
+
+
+@pytest.fixture
+def begin(attach: Attach, store: MemoryStore) -> Begin:
+    """Begin to publish a model; to the same store, as often as a test likes."""
+
+    def build(model: nn.Module | None = None, *faults: Fault, **settings: Any) -> Run:
+        return Run(attach, store, model or plain_model(), *faults, **settings)
+
+    return build
 
 
 @pytest.fixture

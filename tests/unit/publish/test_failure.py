@@ -27,16 +27,16 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import Edge
 from deltachain.format.keys import HEAD_KEY, manifest_key
-from deltachain.publish import Publisher
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.session import Conclusion
 from deltachain.publish.wire_form import dense_change
 from deltachain.store import MemoryStore, open_store
 from deltachain.types import Bits, Buffer, TensorSpec
 from tests.crash.child import open_place
-from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.faults import Action, Fault
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
-from tests.unit.publish.chains import Attach, NewThreads, assert_head_is, head_of, publish
+from tests.support.values import present
+from tests.unit.publish.chains import Begin, NewThreads, assert_head_is, head_of
 
 SCRIPT = """
 import os
@@ -121,18 +121,17 @@ def test_what_fails_at_the_end_is_told(tmp_path: Path) -> None:
     assert "hint" in done.stderr
 
 
-def test_the_rest_is_a_version_only_if_something_changed() -> None:
-    model, store = plain_model(), MemoryStore()
-    publisher = Publisher("memory://unused", store=store).attach(model)
-    publisher.publish_rest(step=0)
-    assert publisher.version == 0
-    train_(model, 1)
-    publisher.publish_rest(step=1)
-    publisher.flush()
-    assert (publisher.version, publisher.last.step if publisher.last else None) == (1, 1)
-    publisher.publish_rest(step=1)
-    publisher.close()
-    assert_head_is(model, 1, store)
+def test_the_rest_is_a_version_only_if_something_changed(begin: Begin) -> None:
+    one = begin()
+    one.publisher.publish_rest(step=0)
+    assert one.publisher.version == 0
+    train_(one.model, 1)
+    one.publisher.publish_rest(step=1)
+    one.publisher.flush()
+    assert (one.publisher.version, present(one.publisher.last).step) == (1, 1)
+    one.publisher.publish_rest(step=1)
+    one.publisher.close()
+    one.assert_head_is(1)
 
 
 KEYS = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="0" * 32)
@@ -263,23 +262,16 @@ FAILURES: list[tuple[Action, str]] = [
 ]
 
 
-@pytest.fixture
-def faulty(store: MemoryStore) -> FaultyStore:
-    return FaultyStore(store)
-
-
 # A publish that failed loses nothing
 
 
 def test_publishing_goes_on_after_a_commit_whose_conclusion_was_lost(
-    attach: Attach, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has the version, and the ranks do not know: as if rank 0 lost its channel."""
-    model = TinyModel()
-    publisher = attach(model, on_error="warn")
-    publish(publisher, model, 1)
-    broadcast = Collective.broadcast
-    lost: list[object] = []
+    one = begin(on_error="warn")
+    one.publish(1)
+    broadcast, lost = Collective.broadcast, list[object]()
 
     def lose_one(collective: Collective, value: object, kind: type[object]) -> object:
         if kind is Conclusion and not lost:
@@ -288,67 +280,51 @@ def test_publishing_goes_on_after_a_commit_whose_conclusion_was_lost(
         return broadcast(collective, value, kind)
 
     monkeypatch.setattr(Collective, "broadcast", lose_one)
-    train_(model, 2)
     with pytest.raises(RankError, match="disconnected"):
-        publisher.publish(step=2).result()
+        one.call(2).result()
     assert len(lost) == 1
-    train_(model, 3)
-    assert publisher.publish(step=3).result().version == 3
-    assert_head_is(model, 3, store)
+    assert one.call(3).result().version == 3
+    one.assert_head_is(3)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_the_next_version_covers_those_that_failed(
-    attach: Attach,
-    faulty: FaultyStore,
-    store: MemoryStore,
-    failure: tuple[Action, str],
-    on_error: str,
-    caplog: pytest.LogCaptureFixture,
+    begin: Begin, failure: tuple[Action, str], on_error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = TinyModel()
-    publisher = attach(model, on=faulty, on_error=on_error)
-    faulty.add(Fault(*failure, times=2))
+    one = begin(TinyModel(), on_error=on_error)
+    one.faulty.add(Fault(*failure, times=2))
     for step in (1, 2):
-        train_(model, step)
-        future = publisher.publish(step=step)
-        error = future.exception(60)
+        error = one.call(step).exception(60)
         assert isinstance(error, DeltaChainError)
         if on_error == "raise":
             with pytest.raises(DeltaChainError) as raised:
-                publisher.flush()
+                one.publisher.flush()
             assert raised.value is error
         else:
-            publisher.flush()
-        assert list(recompute(store)) == [0]
+            one.publisher.flush()
+        assert list(recompute(one.store)) == [0]
     if on_error == "warn":
         assert caplog.text.count("the next version makes up for it") == 2
-    publish(publisher, model, 3)
-    assert_head_is(model, 1, store)
+    one.publish(3)
+    one.assert_head_is(1)
 
 
 @pytest.mark.parametrize("made_up_for", [False, True])
 def test_a_close_says_that_the_last_version_is_missing_unless_it_was_made_up_for(
-    attach: Attach,
-    faulty: FaultyStore,
-    store: MemoryStore,
-    caplog: pytest.LogCaptureFixture,
-    *,
-    made_up_for: bool,
+    begin: Begin, caplog: pytest.LogCaptureFixture, *, made_up_for: bool
 ) -> None:
-    model = TinyModel()
-    publisher = attach(model, on=faulty, on_error="warn")
-    publish(publisher, model, 1)
-    faulty.add(Fault("full", "deltas/"))
-    publish(publisher, model, 2)
-    assert max(recompute(store)) == 1
+    one = begin(on_error="warn")
+    one.publish(1)
+    one.faulty.add(Fault("full", "deltas/"))
+    one.publish(2)
+    assert max(recompute(one.store)) == 1
     if made_up_for:
-        publish(publisher, model, 3)
-        assert_head_is(model, 2, store)
+        one.publish(3)
+        one.assert_head_is(2)
     assert "closed at" not in caplog.text
-    publisher.close()
-    publisher.close()
+    one.publisher.close()
+    one.publisher.close()
     said = [text for text in caplog.messages if "closed at" in text]
     assert len(said) == (not made_up_for)
     for text in said:
@@ -357,166 +333,129 @@ def test_a_close_says_that_the_last_version_is_missing_unless_it_was_made_up_for
 
 
 @pytest.mark.parametrize("when_busy", ["cover", "wait"])
-def test_an_error_is_raised_once_by_the_next_call(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, when_busy: str
-) -> None:
-    model = plain_model()
-    publisher = attach(model, on=faulty, when_busy=when_busy)
-    faulty.add(Fault("fail", "deltas/"))
-    train_(model, 1)
-    first = publisher.publish(step=1)
-    assert isinstance(first.exception(60), StoreUnavailableError)
-    train_(model, 2)
+def test_an_error_is_raised_once_by_the_next_call(begin: Begin, when_busy: str) -> None:
+    one = begin(when_busy=when_busy)
+    one.faulty.add(Fault("fail", "deltas/"))
+    assert isinstance(one.call(1).exception(60), StoreUnavailableError)
     with pytest.raises(StoreUnavailableError):
-        publisher.publish(step=2)
-    publish(publisher, model, 3)
-    assert_head_is(model, 1, store)
+        one.call(2)
+    one.publish(3)
+    one.assert_head_is(1)
 
 
 # Outcomes that nobody knows
 
 
-def test_a_lost_reply_of_our_own_commit_is_success(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore
-) -> None:
-    model = plain_model()
-    publisher = attach(model, on=faulty)
-    faulty.add(Fault("lose-reply", "manifests/"))
-    publish(publisher, model, 1)
-    assert publisher.version == 1
-    publish(publisher, model, 2)
-    assert_head_is(model, 2, store)
+def test_a_lost_reply_of_our_own_commit_is_success(begin: Begin) -> None:
+    one = begin()
+    one.faulty.add(Fault("lose-reply", "manifests/"))
+    one.publish(1)
+    assert one.publisher.version == 1
+    one.publish(2)
+    one.assert_head_is(2)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_commit_that_turns_out_to_have_happened_is_not_repeated(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, on_error: str
+    begin: Begin, on_error: str
 ) -> None:
-    model = plain_model()
-    publisher = attach(model, on=faulty, on_error=on_error)
+    one = begin(on_error=on_error)
     # The reply is lost, and the read-back says that there is nothing: a store that lags.
-    faulty.add(Fault("lose-reply", "manifests/"), Fault("hide", manifest_key(1)))
-    train_(model, 1)
-    after_first = bits_of(model)
-    future = publisher.publish(step=1)
-    assert isinstance(future.exception(60), StoreUnavailableError)
+    one.faulty.add(Fault("lose-reply", "manifests/"), Fault("hide", manifest_key(1)))
+    assert isinstance(one.call(1).exception(60), StoreUnavailableError)
+    after_first = bits_of(one.model)
     if on_error == "raise":
         with pytest.raises(StoreUnavailableError):
-            publisher.flush()
-    publish(publisher, model, 2)
-    assert same(recompute(store)[1].state, after_first)
-    assert_head_is(model, 2, store)
+            one.publisher.flush()
+    one.publish(2)
+    assert same(recompute(one.store)[1].state, after_first)
+    one.assert_head_is(2)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_an_unknown_outcome_is_not_forgotten_while_the_store_is_down(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore, on_error: str
+    begin: Begin, on_error: str
 ) -> None:
-    model = plain_model()
-    publisher = attach(model, on=faulty, on_error=on_error)
+    one = begin(on_error=on_error)
 
     def go_down() -> None:
-        faulty.down = True
+        one.faulty.down = True
 
-    faulty.add(Fault("lose-reply", "manifests/"), Fault(go_down, "manifests/"))
-    train_(model, 1)
-    after_first = bits_of(model)
-    assert isinstance(publisher.publish(step=1).exception(60), StoreUnavailableError)
+    one.faulty.add(Fault("lose-reply", "manifests/"), Fault(go_down, "manifests/"))
+    assert isinstance(one.call(1).exception(60), StoreUnavailableError)
+    after_first = bits_of(one.model)
     refused = pytest.raises(StoreUnavailableError) if on_error == "raise" else nullcontext()
     for step in (2, 3):  # still down: each call fails as the first did, or is left to the next
-        train_(model, step)
         with refused:
-            publisher.publish(step=step)
-    faulty.mend()
-    publish(publisher, model, 4)
-    assert same(recompute(store)[1].state, after_first)
-    assert_head_is(model, 2, store)
+            one.call(step)
+    one.faulty.mend()
+    one.publish(4)
+    assert same(recompute(one.store)[1].state, after_first)
+    one.assert_head_is(2)
 
 
-def test_a_hint_that_can_not_be_written_fails_nothing(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore
-) -> None:
-    model = plain_model()
-    publisher = attach(model, on=faulty)
+def test_a_hint_that_can_not_be_written_fails_nothing(begin: Begin) -> None:
+    one = begin()
     actions: tuple[Action, ...] = ("refuse", "fail", "full", "lose-reply")
     for step, action in enumerate(actions, 1):
-        faulty.add(Fault(action, HEAD_KEY))
-        publish(publisher, model, step)
-        assert_head_is(model, step, store)
+        one.faulty.add(Fault(action, HEAD_KEY))
+        one.publish(step)
+        one.assert_head_is(step)
 
 
 @pytest.mark.parametrize("prefix", ["anchors/", "edges/"])
 def test_an_anchor_that_can_not_be_added_fails_nothing(
-    attach: Attach, store: MemoryStore, prefix: str, caplog: pytest.LogCaptureFixture
+    begin: Begin, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, faulty = plain_model(), FaultyStore(store)
-    publisher = attach(model, on=faulty, anchor_factor=0.001)
-    faulty.add(Fault("fail", prefix))
-    publish(publisher, model, 1)
+    one = begin(anchor_factor=0.001)
+    one.faulty.add(Fault("fail", prefix))
+    one.publish(1)
     assert "no anchor yet" in caplog.text
-    publish(publisher, model, 2)
-    found = recompute(store)
-    assert [found[v].anchored for v in found] == [False, False, True]
+    one.publish(2)
+    assert [found.anchored for found in recompute(one.store).values()] == [False, False, True]
 
 
 # Two publishers
 
 
-def test_a_publisher_that_was_taken_over_stays_fenced_and_says_so(
-    attach: Attach, store: MemoryStore
-) -> None:
-    old, new = plain_model(), plain_model()
-    fenced, owner = attach(old), attach(new)
-    assert (owner.version, owner.epoch) == (1, 1)
-    train_(old, 1)
-    future = fenced.publish(step=1)
+def test_a_publisher_that_was_taken_over_stays_fenced_and_says_so(begin: Begin) -> None:
+    fenced, owner = begin(), begin()
+    assert (owner.publisher.version, owner.publisher.epoch) == (1, 1)
+    future = fenced.call(1)
     for step in (2, 3):
         with pytest.raises(PublisherFencedError, match="another publisher"):
-            publish(fenced, old, step)
-        publish(owner, new, 10 + step)
+            fenced.publish(step)
+        owner.publish(10 + step)
     assert isinstance(future.exception(0), PublisherFencedError)
-    assert_head_is(new, 3, store)
+    owner.assert_head_is(3)
 
 
-def test_a_publisher_fenced_between_upload_and_commit_commits_nothing(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore
-) -> None:
-    old, new = plain_model(), plain_model()
-    fenced = attach(old, on=faulty)
-    faulty.add(Fault(lambda: attach(new), "manifests/"))
-    train_(old, 1)
-    fenced.publish(step=1)
+def test_a_publisher_fenced_between_upload_and_commit_commits_nothing(begin: Begin) -> None:
+    fenced = begin()
+    fenced.faulty.add(Fault(begin, "manifests/"))
     with pytest.raises(PublisherFencedError):
-        fenced.flush()
-    assert_head_is(new, 1, store)
+        fenced.publish(1)
+    assert_head_is(plain_model(), 1, fenced.store)
 
 
-def test_an_unknown_outcome_that_another_publisher_decided_is_fenced(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore
-) -> None:
-    old, new = plain_model(), plain_model()
-    fenced = attach(old, on=faulty)
-    faulty.add(Fault("fail", "manifests/"))
-    train_(old, 1)
-    assert isinstance(fenced.publish(step=1).exception(60), StoreUnavailableError)
+def test_an_unknown_outcome_that_another_publisher_decided_is_fenced(begin: Begin) -> None:
+    fenced = begin()
+    fenced.faulty.add(Fault("fail", "manifests/"))
     with pytest.raises(StoreUnavailableError):
-        fenced.flush()
-    attach(new)
+        fenced.publish(1)
+    owner = begin()
     with pytest.raises(PublisherFencedError):
-        publish(fenced, old, 2)
-    assert_head_is(new, 1, store)
+        fenced.publish(2)
+    owner.assert_head_is(1)
 
 
-def test_missing_permission_is_not_mistaken_for_an_unknown_outcome(
-    attach: Attach, faulty: FaultyStore, store: MemoryStore
-) -> None:
-    model = plain_model()
-    publisher = attach(model, on=faulty)
-    faulty.add(Fault("refuse", "manifests/"))
+def test_missing_permission_is_not_mistaken_for_an_unknown_outcome(begin: Begin) -> None:
+    one = begin()
+    one.faulty.add(Fault("refuse", "manifests/"))
     with pytest.raises(StorePermissionError):
-        publish(publisher, model, 1)
-    faulty.add(Fault("fail", "deltas/"))
+        one.publish(1)
+    one.faulty.add(Fault("fail", "deltas/"))
     with pytest.raises(StoreUnavailableError):
-        publish(publisher, model, 2)
-    publish(publisher, model, 3)
-    assert_head_is(model, 1, store)
+        one.publish(2)
+    one.publish(3)
+    one.assert_head_is(1)

@@ -1,7 +1,6 @@
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,95 +12,82 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
-from deltachain.publish import Attachment, PublishConfig, Publisher, attach
+from deltachain.publish import PublishConfig, attach
 from deltachain.publish.hook import unwrap_optimizers
 from deltachain.store import FileStore
-from tests.support.models import Recomputed, State, bits_of, plain_model, recompute, same
+from tests.support.models import State, bits_of, plain_model, recompute, same
 from tests.unit.publish.chains import served
 
-Hook: TypeAlias = Callable[..., Attachment]
-Attached: TypeAlias = tuple[nn.Module, Any, Callable[[int], None]]
-"""A model, its optimizers, and what makes one step of a seed."""
 
-
-@dataclass
 class Training:
-    """A model, what trains it, and what publishes its steps."""
+    """A model of which each step of its optimizers, unless it fails, is published."""
 
-    model: nn.Module
-    optimizer: Any
-    attachment: Attachment
-
-    @property
-    def publisher(self) -> Publisher:
-        return self.attachment.publisher
+    def __init__(self, chain: Path, model: nn.Module, optimizer: Any, **settings: Any) -> None:
+        self.chain, self.model, self.optimizer = chain, model, optimizer
+        settings = {"when_busy": "wait"} | settings
+        self.attachment = attach(model, optimizer, url=str(chain), **settings)
+        self.publisher, self.detach = self.attachment.publisher, self.attachment.detach
 
     def step(self, *seeds: int) -> None:
         for seed in seeds:
             step(self.model, self.optimizer, seed)
 
+    def published(self) -> dict[int | None, State]:
+        """The versions by their steps, in their order."""
+        found = recompute(FileStore(self.chain)).values()
+        return {one.committed.manifest.step: one.state for one in found}
 
+    def newest_is(self, bits: State) -> bool:
+        *_, newest = self.published().values()
+        return same(newest, bits)
+
+
+Hook: TypeAlias = Callable[..., Training]
 Begin: TypeAlias = Callable[..., Training]
 
 
 @pytest.fixture
 def hook(tmp_path: Path) -> Iterator[Hook]:
-    made: list[Attachment] = []
+    made: list[Training] = []
 
-    def build(model: nn.Module, optimizer: object, **settings: Any) -> Attachment:
-        made.append(attach(model, optimizer, url=str(tmp_path / "chain"), **settings))
+    def build(model: nn.Module, optimizer: object, **settings: Any) -> Training:
+        made.append(Training(tmp_path / "chain", model, optimizer, **settings))
         return made[-1]
 
     yield build
-    for attachment in made:
-        attachment._steps.remove()
-        attachment.publisher.close()
+    for training in made:
+        training.attachment._steps.remove()
+        training.publisher.close()
 
 
 @pytest.fixture
 def begin(hook: Hook) -> Begin:
-    """Attach to a model and one optimizer of all of it; each call waits for the one before."""
+    """Train a model by one optimizer."""
 
     def build(kind: Callable[..., Any] = SGD, **settings: Any) -> Training:
         model = fp32_model()
-        optimizer = kind(model.parameters(), lr=0.1)
-        return Training(model, optimizer, hook(model, optimizer, when_busy="wait", **settings))
+        return hook(model, kind(model.parameters(), lr=0.1), **settings)
 
     return build
-
-
-def versions(tmp_path: Path) -> dict[int, Recomputed]:
-    return recompute(FileStore(tmp_path / "chain"))
-
-
-def newest(tmp_path: Path) -> State:
-    *_, found = versions(tmp_path).values()
-    return found.state
 
 
 def fp32_model() -> nn.Module:
     return plain_model(dtype=torch.float32)
 
 
-def step(model: nn.Module, optimizer: Any, seed: int) -> None:
-    backward(model, seed)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def backward(model: nn.Module, seed: int) -> None:
+    model.zero_grad()
     torch.manual_seed(seed)
     model(torch.randn(4, 24)).square().mean().backward()
 
 
-def assert_published(tmp_path: Path, truth: Sequence[State]) -> None:
-    """The versions after the first are these states, one a step."""
-    found = versions(tmp_path)
-    assert [one.committed.manifest.step for one in found.values()] == [
-        None,
-        *range(1, 1 + len(truth)),
-    ]
-    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    backward(model, seed)
+    optimizer.step()
+
+
+def sgd(*parameters: nn.Parameter) -> SGD:
+    return SGD(parameters, lr=0.1)
 
 
 @torch.no_grad()
@@ -158,55 +144,6 @@ def test_what_cannot_be_attached_is_refused(hook: Hook, tmp_path: Path, case: st
     assert not (tmp_path / "chain").exists()
 
 
-@pytest.mark.parametrize("every_steps", ["2", 1.5, True, 0])
-def test_every_steps_is_a_whole_number(begin: Begin, every_steps: Any) -> None:
-    with pytest.raises(ConfigError, match=r"every_steps=.*expected 1 or more"):
-        begin(every_steps=every_steps)
-
-
-def test_detaching_commits_what_was_published_and_stops(begin: Begin, tmp_path: Path) -> None:
-    training = begin()
-    training.step(0, 1, 2)
-    truth = bits_of(training.model)
-    training.attachment.detach()
-    training.step(3)
-    assert same(newest(tmp_path), truth)
-    assert not same(bits_of(training.model), truth)
-
-
-def test_detaching_publishes_the_steps_since_the_last_version(begin: Begin, tmp_path: Path) -> None:
-    config = PublishConfig(url="memory://replaced")
-    training = begin(every_steps=2, config=config, metadata={"run": "b"})
-    training.step(0, 1, 2)
-    training.attachment.detach()
-    manifests = [found.committed.manifest for found in versions(tmp_path).values()]
-    assert [(m.step, m.metadata["run"]) for m in manifests] == [(None, "b"), (2, "b"), (3, "b")]
-    assert same(newest(tmp_path), bits_of(training.model))
-
-
-def test_detaching_publishes_a_state_that_was_loaded_after_the_last_step(
-    begin: Begin, tmp_path: Path
-) -> None:
-    training = begin()
-    best = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-    training.step(0)
-    training.model.load_state_dict(best)
-    training.attachment.detach()
-    assert same(newest(tmp_path), bits_of(training.model))
-    assert same(newest(tmp_path), versions(tmp_path)[0].state)
-
-
-def test_detaching_while_an_error_is_handled_publishes_no_more(begin: Begin) -> None:
-    training = begin(every_steps=2)
-    training.step(0)
-    with contextlib.suppress(ZeroDivisionError):
-        try:
-            _ = 1 / 0
-        finally:
-            training.attachment.detach()
-    assert training.publisher.version == 0
-
-
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimisation, as in its reference: two passes, and an optimizer inside."""
 
@@ -239,9 +176,12 @@ class Sam(torch.optim.Optimizer):
 
 # Each gives what is attached, and what makes one step of it.
 
+Attached: TypeAlias = tuple[nn.Module, Any, Callable[[int], None]]
+Way: TypeAlias = Callable[[nn.Module], Attached]
+
 
 def of_one_optimizer(model: nn.Module) -> Attached:
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(*model.parameters())
     return model, optimizer, lambda seed: step(model, optimizer, seed)
 
 
@@ -249,39 +189,30 @@ def of_all_that_is_trained(model: nn.Module) -> Attached:
     first, *others = model.parameters()
     for parameter in others:
         parameter.requires_grad = False
-    optimizer = SGD([first], lr=0.1)
+    optimizer = sgd(first)
     return model, optimizer, lambda seed: step(model, optimizer, seed)
 
 
 def by_accelerate(model: nn.Module) -> Attached:
-    wrapped, optimizer = Accelerator(cpu=True).prepare(model, SGD(model.parameters(), lr=0.1))
+    wrapped, optimizer = Accelerator(cpu=True).prepare(model, sgd(*model.parameters()))
     assert type(optimizer).__name__ == "AcceleratedOptimizer"
     assert isinstance(unwrap_optimizers(optimizer)[0], SGD)
     return wrapped, optimizer, lambda seed: step(wrapped, optimizer, seed)
 
 
 def inside_backward(model: nn.Module) -> Attached:
-    mine = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
-
-    def step_it(parameter: Any) -> None:
-        mine[parameter].step()
-        parameter.grad = None
-
-    for parameter in mine:
-        parameter.register_post_accumulate_grad_hook(step_it)
+    mine = {parameter: sgd(parameter) for parameter in model.parameters()}
+    for parameter, one in mine.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())
     return model, list(mine.values()), lambda seed: backward(model, seed)
 
 
 def with_a_step_inside(model: nn.Module) -> Attached:
     optimizer = Sam(model.parameters(), lr=0.1)
 
-    def again(seed: int) -> None:
-        model.zero_grad()
-        backward(model, seed)
-
     def both(seed: int) -> None:
-        again(seed)
-        optimizer.step(lambda: again(seed))
+        backward(model, seed)
+        optimizer.step(lambda: backward(model, seed))
 
     return model, optimizer, both
 
@@ -291,29 +222,27 @@ def compiled(model: nn.Module) -> Attached:
     fast = torch.compile(optimizer.step, backend="eager")
 
     def one(seed: int) -> None:
-        model.zero_grad()
         backward(model, seed)
         fast()
 
     return model, optimizer, one
 
 
-def in_orders(*orders: str) -> Callable[[nn.Module], Attached]:
+def in_orders(*orders: str) -> Way:
     """Two optimizers step in an order, another one each time."""
 
-    def made(model: nn.Module) -> Attached:
+    def way(model: nn.Module) -> Attached:
         first, *others = model.parameters()
-        optimizers = {"a": SGD([first], lr=0.1), "b": AdamW(others, lr=0.1)}
+        optimizers = {"a": sgd(first), "b": AdamW(others, lr=0.1)}
 
         def one(seed: int) -> None:
-            model.zero_grad()
             backward(model, seed)
             for name in orders[seed]:
                 optimizers[name].step()
 
         return model, list(optimizers.values()), one
 
-    return made
+    return way
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
@@ -331,18 +260,74 @@ def in_orders(*orders: str) -> Callable[[nn.Module], Attached]:
         pytest.param(in_orders("aab", "aab", "aab"), id="aab aab aab"),
     ],
 )
-def test_every_step_is_a_version_once_each_optimizer_has_stepped(
-    hook: Hook, tmp_path: Path, way: Callable[[nn.Module], Attached]
-) -> None:
+def test_every_step_is_a_version_once_each_optimizer_has_stepped(hook: Hook, way: Way) -> None:
     model = fp32_model()
     given, optimizers, one_step = way(model)
-    attachment = hook(given, optimizers, when_busy="wait")
-    truth = []
+    training = hook(given, optimizers)
+    truth: dict[int | None, State] = {None: bits_of(model)}
     for seed in range(3):
         one_step(seed)
-        truth.append(bits_of(model))
-    attachment.detach()
-    assert_published(tmp_path, truth)
+        truth[seed + 1] = bits_of(model)
+    training.detach()
+    found = training.published()
+    assert list(found) == list(truth)
+    assert all(same(found[number], truth[number]) for number in truth)
+
+
+# Steps that are no version
+
+
+@pytest.mark.parametrize("every_steps", ["2", 1.5, True, 0])
+def test_every_steps_is_a_whole_number(begin: Begin, every_steps: Any) -> None:
+    with pytest.raises(ConfigError, match=r"every_steps=.*expected 1 or more"):
+        begin(every_steps=every_steps)
+
+
+@pytest.mark.parametrize(("every_steps", "when_busy"), [(2, "wait"), (1, "cover")])
+def test_detaching_publishes_the_steps_since_the_last_version_and_no_later_ones(
+    begin: Begin, every_steps: int, when_busy: str
+) -> None:
+    training = begin(every_steps=every_steps, when_busy=when_busy)
+    training.step(0, 1, 2)
+    truth = bits_of(training.model)
+    training.detach()
+    training.step(3)
+    steps = list(training.published())
+    assert steps == [None, 2, 3] if every_steps == 2 else steps[-1] == 3
+    assert training.newest_is(truth)
+    assert not same(bits_of(training.model), truth)
+
+
+def test_settings_are_those_of_the_configuration_but_for_others_that_are_given(
+    begin: Begin,
+) -> None:
+    config = PublishConfig(url="memory://replaced", encoding="raw", metadata={"run": "a"})
+    training = begin(config=config, metadata={"run": "b"})
+    training.step(0)
+    training.detach()
+    first, second = recompute(FileStore(training.chain)).values()
+    assert first.committed.manifest.metadata == second.committed.manifest.metadata == {"run": "b"}
+    assert set(second.committed.manifest.edge.encodings) <= {"raw", "plain"}
+
+
+def test_detaching_publishes_a_state_that_was_loaded_after_the_last_step(begin: Begin) -> None:
+    training = begin()
+    best = copy.deepcopy(training.model.state_dict())
+    training.step(0)
+    training.model.load_state_dict(best)
+    training.detach()
+    assert training.newest_is(bits_of(best))
+
+
+def test_detaching_while_an_error_is_handled_publishes_no_more(begin: Begin) -> None:
+    training = begin(every_steps=2)
+    training.step(0)
+    with contextlib.suppress(ZeroDivisionError):
+        try:
+            _ = 1 / 0
+        finally:
+            training.detach()
+    assert training.publisher.version == 0
 
 
 def replaced(model: nn.Module) -> Any:
@@ -350,17 +335,13 @@ def replaced(model: nn.Module) -> Any:
 
 
 def prepared_again(model: nn.Module) -> Any:
-    return Accelerator(cpu=True).prepare(SGD(model.parameters(), lr=0.1))
+    return Accelerator(cpu=True).prepare(sgd(*model.parameters()))
 
 
 @pytest.mark.parametrize("change", [replaced, prepared_again])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_the_first_step_of_an_optimizer_that_was_not_given_is_told(
-    begin: Begin,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[..., Any],
-    on_error: str,
+    begin: Begin, caplog: pytest.LogCaptureFixture, change: Callable[..., Any], on_error: str
 ) -> None:
     training, told = begin(on_error=on_error), "which attach was not given, steps the model"
     training.step(0)
@@ -373,8 +354,8 @@ def test_the_first_step_of_an_optimizer_that_was_not_given_is_told(
     else:
         training.step(1, 2)
         assert caplog.text.count(told) == 1
-    training.attachment.detach()
-    assert same(newest(tmp_path), bits_of(training.model))
+    training.detach()
+    assert training.newest_is(bits_of(training.model))
 
 
 def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
@@ -389,13 +370,6 @@ def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
         training.optimizer.step()
 
 
-def test_optimizers_of_other_models_step_as_they_like(begin: Begin) -> None:
-    training, other = begin(), fp32_model()
-    step(other, SGD(other.parameters(), lr=0.1), 0)
-    training.attachment.detach()
-    assert training.publisher.version == 0
-
-
 def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(begin: Begin) -> None:
     training = begin(Sam)
     backward(training.model, 0)
@@ -405,15 +379,13 @@ def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(begin: Begin) -> Non
     assert "call its publish yourself" in caught.value.hint
 
 
-def test_the_outer_optimizer_of_a_given_one_is_refused_before_its_step(
-    hook: Hook, tmp_path: Path
-) -> None:
+def test_the_outer_optimizer_of_a_given_one_is_refused_before_its_step(hook: Hook) -> None:
     model = fp32_model()
     optimizer = Sam(model.parameters(), lr=0.1)
-    hook(model, optimizer.base_optimizer)
+    training = hook(model, optimizer.base_optimizer)
     with pytest.raises(ConfigError, match="Sam, which attach was not given"):
         optimizer.step()
-    assert list(versions(tmp_path)) == [0]
+    assert list(training.published()) == [None]
 
 
 class Clipped(SGD):
@@ -431,32 +403,27 @@ class Clipped(SGD):
                     p.clamp_(-0.01, 0.01)
 
 
-def test_what_a_step_does_after_the_one_it_inherits_is_part_of_it(
-    begin: Begin, tmp_path: Path
+def test_what_a_step_does_after_the_one_it_inherits_is_part_of_it_and_a_failed_one_is_not(
+    begin: Begin,
 ) -> None:
-    SGD(fp32_model().parameters())  # torch adds hooks to a class when the first of it is made
+    sgd(*fp32_model().parameters())  # torch adds hooks to a class when the first of it is made
     training = begin(Clipped)
-    training.step(0)
-    training.attachment.detach()
-    assert_published(tmp_path, [bits_of(training.model)])
 
+    def fail(seed: int) -> None:
+        training.optimizer.fails = True
+        with pytest.raises(ValueError, match="half a step"):
+            training.step(seed)
+        training.optimizer.fails = False
 
-def test_a_step_that_fails_is_not_published_and_the_next_is(begin: Begin, tmp_path: Path) -> None:
-    training = begin(Clipped)
-    training.optimizer.fails = True
-    with pytest.raises(ValueError, match="half a step"):
-        training.step(0)
+    fail(0)
     training.publisher.flush()
     assert training.publisher.version == 0
-    training.optimizer.fails = False
     training.step(1)
-    training.publisher.flush()
-    assert same(versions(tmp_path)[1].state, bits_of(training.model))
-    training.optimizer.fails = True
-    with pytest.raises(ValueError, match="half a step"):
-        training.step(2)
-    training.attachment.detach()
-    assert max(versions(tmp_path)) == 1
+    truth = bits_of(training.model)
+    fail(2)
+    training.detach()
+    assert list(training.published()) == [None, 1]
+    assert training.newest_is(truth)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
@@ -468,8 +435,7 @@ def test_a_step_compiled_as_one_graph_says_what_to_do(begin: Begin) -> None:
         torch.compile(training.optimizer.step, backend="eager", fullgraph=True)()
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
-    return SGD(parameters, lr=0.1)
+# What is told
 
 
 @pytest.mark.parametrize("which", ["another", "one of two", "of a copy"])
@@ -479,13 +445,13 @@ def test_a_publisher_whose_optimizers_bring_no_version_is_not_ready(
     caplog.set_level("INFO", "deltachain")
     model = fp32_model()
     first, *rest = model.parameters()
-    given = [sgd([first]), sgd(rest)] if which == "one of two" else [sgd(model.parameters())]
+    given = [sgd(first), sgd(*rest)] if which == "one of two" else [sgd(first, *rest)]
     other = {
-        "another": sgd(model.parameters()),
+        "another": sgd(first, *rest),
         "one of two": given[0],
-        "of a copy": sgd(copy.deepcopy(model).parameters()),
+        "of a copy": sgd(*copy.deepcopy(model).parameters()),
     }[which]
-    hook(model, given, on_error="warn", metrics="127.0.0.1:0")
+    hook(model, given, on_error="warn", metrics="127.0.0.1:0", when_busy="cover")
     for several, code in ((given, 200), ([other] * 9, 503), (given, 200)):
         for one in several:
             one.step()
@@ -493,17 +459,17 @@ def test_a_publisher_whose_optimizers_bring_no_version_is_not_ready(
 
 
 def test_an_optimizer_that_does_not_step_is_told(
-    hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hook: Hook, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fp32_model()
     first, *others = model.parameters()
-    one, other = SGD([first], lr=0.1), AdamW(others, lr=0.1)
-    attachment = hook(model, [one, other])
+    one = sgd(first)
+    training = hook(model, [one, AdamW(others, lr=0.1)])
     for seed in range(5):
         step(model, one, seed)
     assert caplog.text.count("SGD steps again before 1 of 2 optimizers did") == 1
-    attachment.detach()
-    assert same(versions(tmp_path)[1].state, bits_of(model))
+    training.detach()
+    assert training.newest_is(bits_of(model))
 
 
 @pytest.mark.parametrize("copies", ["both", "optimizer"])
@@ -517,46 +483,41 @@ def test_the_steps_of_a_copy_are_told(
         training.optimizer = copy.deepcopy(training.optimizer)
     training.step(0, 1, 2)
     assert caplog.text.count("trains weights of the same shapes as this model's") == 1
-    training.attachment.detach()
+    training.detach()
     assert "no step was published: SGD, which attach was given, did not step" in caplog.text
 
 
-def test_other_models_that_are_trained_in_turn_are_not_called_copies(
+def test_other_models_step_as_they_like_and_are_not_called_copies(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     training, other = begin(), fp32_model()
-    its = SGD(other.parameters(), lr=0.1)
+    its = sgd(*other.parameters())
+    step(other, its, 0)
+    training.publisher.flush()
+    assert training.publisher.version == 0
     for seed in range(3):
         step(other, its, seed)
         training.step(seed)
-    training.attachment.detach()
+    training.detach()
     assert "optimizer_steps" not in caplog.text  # the logger of all warnings about steps
 
 
-def test_weights_that_are_changed_after_a_step_are_told(
-    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_weights_that_are_changed_after_a_step_are_told_unless_a_hook_of_it_does(
+    begin: Begin, caplog: pytest.LogCaptureFixture, *, by_hook: bool
 ) -> None:
     training = begin()
+    if by_hook:
+        training.optimizer.register_step_post_hook(lambda *_: clamp_(training.model))
     for seed in range(3):
         training.step(seed)
-        clamp_(training.model)
-    assert caplog.text.count("weights were changed after the optimizer's step") == 1
-    training.attachment.detach()
-    assert same(versions(tmp_path)[4].state, bits_of(training.model))
-
-
-def test_changes_of_a_hook_after_a_step_are_part_of_it(
-    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    training = begin()
-    training.optimizer.register_step_post_hook(lambda *_: clamp_(training.model))
-    truth = []
-    for seed in range(2):
-        training.step(seed)
-        truth.append(bits_of(training.model))
-    training.attachment.detach()
-    assert_published(tmp_path, truth)
-    assert "weights were changed" not in caplog.text
+        if not by_hook:
+            clamp_(training.model)
+    told = caplog.text.count("weights were changed after the optimizer's step")
+    assert told == (not by_hook)
+    training.detach()
+    assert training.publisher.version == (3 if by_hook else 4)
+    assert training.newest_is(bits_of(training.model))
 
 
 class Averaged(SGD):
@@ -570,8 +531,7 @@ class Averaged(SGD):
 
 
 def test_weights_that_are_not_those_for_evaluation_are_named(
-    hook: Hook, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = fp32_model()
-    hook(model, Averaged(model.parameters()))
+    begin(Averaged)
     assert "Averaged has other weights for evaluation" in caplog.text

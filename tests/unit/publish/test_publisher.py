@@ -3,7 +3,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,14 +18,14 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.upload import UploadClock
 from deltachain.codec import Part
 from deltachain.errors import ConfigError, DeltaChainError, UnsupportedModelError
-from deltachain.publish import PublishConfig, Publisher, PublishReceipt
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import Subscriber
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same
 from tests.support.values import present
 from tests.unit.cli.support import invoke
-from tests.unit.publish.chains import Attach, assert_head_is, publish, served
+from tests.unit.publish.chains import Attach, Begin, Run, head_of, publish, served
 
 BLOCK = 8
 
@@ -198,8 +197,7 @@ def encoded(url: str, model: nn.Module, encoding: str) -> None:
     with Publisher(config).attach(model) as publisher:
         for _ in range(2):
             train(model)
-            publisher.publish()
-            assert receipt_of(publisher).encoding == encoding
+            assert publisher.publish().result().encoding == encoding
 
 
 def test_followers_read_a_chain_whose_encoding_changes() -> None:
@@ -220,35 +218,25 @@ def test_followers_read_a_chain_whose_encoding_changes() -> None:
 
 
 class Gate:
-    """Holds the first publish up, in the middle of its commit, until it is opened."""
+    """Holds the first version up, in the middle of its commit, until it is opened."""
 
-    def __init__(self, store: MemoryStore, attach: Attach) -> None:
+    def __init__(self, run: Run) -> None:
         self.reached, self.opened = Event(), Event()
-        faulty = FaultyStore(store)
-        self.model = plain_model()
-        self.publisher = attach(self.model, on=faulty)
-        faulty.add(Fault(self._hold, "manifests/"))
-        self.first = self.publish(1)
+        self.publisher, self.call, self.assert_head_is = run.publisher, run.call, run.assert_head_is
+        run.faulty.add(Fault(self._hold, "manifests/"))
+        self.first = self.call(1)
         assert self.reached.wait(60)
 
     def _hold(self) -> None:
         self.reached.set()
         assert self.opened.wait(60)
 
-    def publish(self, step: int) -> Future[PublishReceipt]:
-        train_(self.model, step)
-        return self.publisher.publish(step=step)
-
 
 @pytest.fixture
-def gate(store: MemoryStore, attach: Attach) -> Iterator[Gate]:
-    made = Gate(store, attach)
+def gate(begin: Begin) -> Iterator[Gate]:
+    made = Gate(begin())
     yield made
     made.opened.set()
-
-
-def receipt_of(publisher: Publisher) -> PublishReceipt:
-    return present(publisher.flush())
 
 
 # Wrong use
@@ -333,15 +321,13 @@ def test_what_is_no_model_is_refused(attach: Attach, thing: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [5.0, "5", float("nan"), torch.tensor(5.0)])
-def test_a_step_that_readers_would_refuse_is_refused(
-    attach: Attach, store: MemoryStore, step: int
-) -> None:
-    publisher = attach(plain_model())
+def test_a_step_that_readers_would_refuse_is_refused(begin: Begin, step: int) -> None:
+    one = begin()
     with pytest.raises(ConfigError, match="expected a whole number") as caught:
-        publisher.publish(step=step)
+        one.publisher.publish(step=step)
     assert caught.value.hint
-    assert publisher.publish(step=6).result().version == 1
-    recompute(store)
+    one.publish(6)
+    one.assert_head_is(1)
 
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), True, -(1 << 80)])
@@ -352,49 +338,41 @@ def test_a_step_of_any_integer_type_is_committed_as_a_number(
     assert Chain.open(store).read(1).manifest.step == int(step)
 
 
-def test_nothing_is_published_after_closing(store: MemoryStore) -> None:
-    model = plain_model()
-    publisher = Publisher("memory://unused", store=store).attach(model)
-    publisher.close()
-    train_(model, 1)
+def test_nothing_is_published_after_closing(begin: Begin) -> None:
+    one = begin()
+    one.publisher.close()
     with pytest.raises(ConfigError, match="closed") as caught:
-        publisher.publish(step=1)
+        one.call(1)
     assert "another" in caught.value.hint
-    publisher.close()
-    assert Chain.open(store).newest(0) == 0
+    one.publisher.close()
+    assert head_of(one.store).version == 0
 
 
 # One version after another
 
 
 @pytest.mark.parametrize("when_busy", ["cover", "wait"])
-def test_every_version_is_the_model_as_it_was(
-    attach: Attach, store: MemoryStore, when_busy: str
-) -> None:
+def test_every_version_is_the_model_as_it_was(begin: Begin, when_busy: str) -> None:
     """If each is waited for, or if each call waits for the one before."""
-    model = TinyModel()
-    publisher = attach(model, when_busy=when_busy)
-    truth, futures = [bits_of(model)], []
+    one = begin(TinyModel(), when_busy=when_busy)
+    truth, futures = [bits_of(one.model)], []
     for step in range(1, 6):
-        train_(model, step)
-        truth.append(bits_of(model))
-        futures.append(publisher.publish(step=step))
+        futures.append(one.call(step))
+        truth.append(bits_of(one.model))
         if when_busy == "cover":
-            publisher.flush()
-    publisher.flush()
+            one.publisher.flush()
+    one.publisher.flush()
     assert [future.result(0).version for future in futures] == [1, 2, 3, 4, 5]
-    found = recompute(store)
+    found = recompute(one.store)
     assert sorted(found) == list(range(6))
     assert all(same(found[version].state, truth[version]) for version in found)
     assert [found[v].committed.manifest.step for v in found] == [None, 1, 2, 3, 4, 5]
 
 
-def test_the_receipt_says_what_was_committed(attach: Attach, store: MemoryStore) -> None:
-    model = plain_model()
-    publisher = attach(model, metadata={"run": "a"})
-    train_(model, 1)
-    receipt = publisher.publish(step=7).result(60)
-    first, second = (one.committed.manifest for one in recompute(store).values())
+def test_the_receipt_says_what_was_committed(begin: Begin) -> None:
+    one = begin(metadata={"run": "a"})
+    receipt = one.call(7).result(60)
+    first, second = (found.committed.manifest for found in recompute(one.store).values())
     assert (receipt.version, receipt.epoch, receipt.kind, receipt.step) == (1, 0, "delta", 7)
     assert str(receipt.state) == second.state
     assert (receipt.nnz, receipt.numel) == (second.nnz, second.numel)
@@ -405,72 +383,65 @@ def test_the_receipt_says_what_was_committed(attach: Attach, store: MemoryStore)
     assert first.metadata == second.metadata == {"run": "a"}
 
 
-def test_a_version_without_changes_has_no_objects(attach: Attach, store: MemoryStore) -> None:
-    publisher = attach(plain_model())
-    publisher.publish()
-    assert receipt_of(publisher).nnz == 0
-    assert recompute(store)[1].committed.manifest.edge.parts == ()
-    assert list(store.list("deltas/")) == []
+def test_a_version_without_changes_has_no_objects(begin: Begin) -> None:
+    one = begin()
+    assert one.publisher.publish().result().nnz == 0
+    one.assert_head_is(1)
+    assert head_of(one.store).manifest.edge.parts == ()
+    assert list(one.store.list("deltas/")) == []
 
 
-def test_results_can_be_waited_for_one_by_one(attach: Attach) -> None:
-    # Nobody flushes: a call is never left to a next one that does not come.
-    model = plain_model()
-    publisher = attach(model, anchor_factor=0.001)
+def test_results_can_be_waited_for_one_by_one(begin: Begin) -> None:
+    """Nobody flushes: a call is never left to a next one that does not come."""
+    one = begin(anchor_factor=0.001)
     for step in range(1, 60):
-        train_(model, step)
-        assert publisher.publish(step=step).result(60).version == step
+        assert one.call(step).result(60).version == step
 
 
-def test_frozen_weights_are_in_the_anchor_and_in_no_delta(
-    attach: Attach, store: MemoryStore
-) -> None:
-    model = TinyModel()
-    publish(attach(model), model, 1, share=0.2)
+def test_frozen_weights_are_in_the_anchor_and_in_no_delta(begin: Begin, store: MemoryStore) -> None:
+    one = begin(TinyModel())
+    one.publish(1, share=0.2)
     (anchor,) = (Part.from_bytes(store.get(info.key)) for info in store.list("anchors/"))
     (delta,) = (Part.from_bytes(store.get(info.key)) for info in store.list("deltas/"))
     assert set(anchor.rows) - set(delta.rows) == {"frozen.weight"}
-    assert same(recompute(store)[1].state, {"frozen.weight": bits_of(model)["frozen.weight"]})
+    one.assert_head_is(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_a_model_of_which_nothing_is_trained_is_compared_whole(
-    attach: Attach, store: MemoryStore, dtype: torch.dtype
+    begin: Begin, dtype: torch.dtype
 ) -> None:
     average = plain_model()
     average.requires_grad_(False).to(dtype)
-    publisher = attach(average)
+    one = begin(average)
     for weight in average.parameters():
         weight.data.copy_(torch.randn(weight.shape).to(dtype))  # as averages of weights do
-    assert publisher.publish(step=1).result().nnz > 0
-    assert same(recompute(store)[1].state, bits_of(average))
+    assert one.publisher.publish(step=1).result().nnz > 0
+    one.assert_head_is(1)
 
 
 @pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
 def test_every_encoding_carries_changes_of_every_density(
-    attach: Attach, store: MemoryStore, encoding: str, share: float
+    begin: Begin, encoding: str, share: float
 ) -> None:
     """A tensor that changed everywhere goes dense."""
-    model = TinyModel()
-    publisher = attach(model, encoding=encoding)
-    train_(model, 1, share=share)
+    one = begin(TinyModel(), encoding=encoding)
     if share == 1.0:
-        for weight in (model.embed.weight, model.layer.weight):
+        for weight in (one.model.embed.weight, one.model.layer.weight):
             nn.init.normal_(weight)
-    publisher.publish()
-    publisher.flush()
-    assert_head_is(model, 1, store)
+    one.publish(1, share=share)
+    one.assert_head_is(1)
     dense = "plain" if encoding == "raw" else "dense"
     expected = encoding if share < 1 else dense
-    assert expected in recompute(store)[1].committed.manifest.edge.encodings
+    assert expected in head_of(one.store).manifest.edge.encodings
 
 
-def test_a_version_is_cut_into_parts_of_bounded_size(attach: Attach, store: MemoryStore) -> None:
-    model = TinyModel()
-    publish(attach(model, part_nbytes=64), model, 1, share=0.1)
-    assert_head_is(model, 1, store)
-    parts = [found.committed.manifest.edge.parts for found in recompute(store).values()]
+def test_a_version_is_cut_into_parts_of_bounded_size(begin: Begin) -> None:
+    one = begin(TinyModel(), part_nbytes=64)
+    one.publish(1, share=0.1)
+    one.assert_head_is(1)
+    parts = [found.committed.manifest.edge.parts for found in recompute(one.store).values()]
     assert all(len(each) > 2 for each in parts)
     assert len({ref.key for each in parts for ref in each}) == sum(map(len, parts))
 
@@ -478,62 +449,50 @@ def test_a_version_is_cut_into_parts_of_bounded_size(attach: Attach, store: Memo
 # Several calls while a version is in flight
 
 
-def test_calls_while_busy_are_covered_by_one_version(store: MemoryStore, gate: Gate) -> None:
-    covered = [gate.publish(step) for step in (2, 3, 4)]
+def test_calls_while_busy_are_covered_by_one_version(gate: Gate) -> None:
+    covered = [gate.call(step) for step in (2, 3, 4)]
     assert not any(future.done() for future in (gate.first, *covered))
     gate.opened.set()
-    assert receipt_of(gate.publisher).version == 2
+    assert present(gate.publisher.flush()).version == 2
     assert gate.first.result(0).version == 1
     assert {future.result(0).version for future in covered} == {2}
     assert {future.result(0).step for future in covered} == {4}
-    assert_head_is(gate.model, 2, store)
+    gate.assert_head_is(2)
 
 
-def test_a_call_that_finds_nothing_in_flight_covers_those_before_it(
-    store: MemoryStore, gate: Gate
-) -> None:
-    second = gate.publish(2)
+def test_a_call_that_finds_nothing_in_flight_covers_those_before_it(gate: Gate) -> None:
+    second = gate.call(2)
     gate.opened.set()
     assert gate.first.result(60).version == 1
-    third = gate.publish(3)
+    third = gate.call(3)
     assert third.result(60).version == second.result(60).version == 2
-    assert_head_is(gate.model, 2, store)
+    gate.assert_head_is(2)
 
 
-def test_a_call_that_was_left_may_be_waited_for(store: MemoryStore, gate: Gate) -> None:
-    left = gate.publish(2)
+def test_a_call_that_was_left_may_be_waited_for(gate: Gate) -> None:
+    left = gate.call(2)
     assert not left.running()  # no version has it yet
     gate.opened.set()
     assert left.result().step == 2  # by the thread that would have to call publish again
     assert gate.first.result().version == 1
-    assert_head_is(gate.model, 2, store)
+    gate.assert_head_is(2)
 
 
-def test_a_future_that_was_cancelled_does_not_disturb_the_others(
-    store: MemoryStore, gate: Gate
-) -> None:
-    gone, stays = gate.publish(2), gate.publish(3)
+def test_a_future_that_was_cancelled_does_not_disturb_the_others(gate: Gate) -> None:
+    gone, stays = gate.call(2), gate.call(3)
     gone.cancel()
     gate.opened.set()
     gate.publisher.flush()
     assert stays.result(0).version == 2
-    assert_head_is(gate.model, 2, store)
+    gate.assert_head_is(2)
 
 
-def test_closing_commits_what_is_left(store: MemoryStore) -> None:
-    model = plain_model()
-    with Publisher("memory://unused", store=store).attach(model) as publisher:
-        for step in (1, 2, 3):
-            train_(model, step)
-            publisher.publish(step=step)
-    publisher.close()  # twice is allowed
-    found = recompute(store)
-    assert same(found[max(found)].state, bits_of(model))
-    assert found[max(found)].committed.manifest.step == 3
-
-
-def test_wrapping_the_model_later_changes_nothing(attach: Attach, store: MemoryStore) -> None:
-    model = plain_model()
-    publisher = attach(model)
-    publish(publisher, nn.Sequential(model), 1)
-    assert_head_is(model, 1, store)
+def test_closing_commits_what_is_left(begin: Begin) -> None:
+    one = begin()
+    for step in (1, 2, 3):
+        one.call(step)
+    one.publisher.close()
+    one.publisher.close()  # twice is allowed
+    head = head_of(one.store)
+    assert head.manifest.step == 3
+    one.assert_head_is(head.version)

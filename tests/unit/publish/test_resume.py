@@ -28,16 +28,16 @@ from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, create, extend, manifest_after
-from tests.unit.publish.chains import Attach, assert_head_is, head_of, publish
+from tests.unit.publish.chains import Attach, Begin, assert_head_is, head_of, keys_of, publish
 
 
 @pytest.fixture
-def trained(attach: Attach) -> TinyModel:
+def trained(begin: Begin) -> TinyModel:
     """A model whose chain has versions 0 to 3."""
-    model = TinyModel()
-    publisher = attach(model, anchor_factor=1000.0)
-    publish(publisher, model, 1, 2, 3)
-    publisher.close()
+    one = begin(TinyModel(), anchor_factor=1000.0)
+    one.publish(1, 2, 3)
+    one.publisher.close()
+    model: TinyModel = one.model
     return model
 
 
@@ -55,11 +55,11 @@ def versions(store: MemoryStore) -> list[tuple[int, str, int]]:
     return [(m.version, m.edge.kind, m.epoch) for m in manifests]
 
 
-def starts_over(store: Store) -> str:
-    """The way of a newcomer begins with an anchor of the head."""
+def starts_over(store: Store) -> bool:
+    """The way of a newcomer is an anchor of the head."""
     head = head_of(store)
-    first, *_ = Chain.open(store).plan(None, head).edges
-    return first.kind if first.version == head.version else ""
+    (edge,) = Chain.open(store).plan(None, head).edges
+    return (edge.kind, edge.version) == ("anchor", head.version)
 
 
 # What cannot be continued
@@ -90,98 +90,85 @@ def test_the_chain_of_another_model_is_refused(
 
 
 def test_another_publisher_that_takes_over_first_wins(
-    attach: Attach, store: MemoryStore, trained: TinyModel
+    begin: Begin, store: MemoryStore, trained: TinyModel
 ) -> None:
-    faulty = FaultyStore(store, Fault(lambda: attach(trained), "manifests/"))
     with pytest.raises(PublisherFencedError):
-        attach(trained, on=faulty)
+        begin(trained, Fault(lambda: begin(trained), "manifests/"))
     assert versions(store)[-1] == (4, "delta", 1)
 
 
-def test_a_last_version_of_the_publisher_before_is_taken_over_too(
-    attach: Attach, store: MemoryStore
-) -> None:
-    old, new = plain_model(), plain_model()
-    before = attach(old)
-    last = Fault(lambda: publish(before, old, 1), "manifests/")
-    owner = attach(new, on=FaultyStore(store, last))
-    assert [(v, e) for v, _, e in versions(store)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    assert owner.version == 3
-    assert_head_is(new, 3, store)
+def test_a_last_version_of_the_publisher_before_is_taken_over_too(begin: Begin) -> None:
+    before = begin()
+    owner = begin(plain_model(), Fault(lambda: before.publish(1), "manifests/"))
+    assert [(v, e) for v, _, e in versions(owner.store)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert owner.publisher.version == 3
+    owner.assert_head_is(3)
 
 
 # What can
 
 
-def test_a_restart_in_the_same_state_adds_an_empty_version(
-    attach: Attach, store: MemoryStore, trained: TinyModel
-) -> None:
-    publisher = attach(at_step(3))
-    assert (publisher.version, publisher.epoch) == (4, 1)
-    assert versions(store)[3:] == [(3, "delta", 0), (4, "delta", 1)]
-    assert head_of(store).manifest.edge.parts == ()
-    assert_head_is(trained, 4, store)
+@pytest.mark.usefixtures("trained")
+def test_a_restart_in_the_same_state_adds_an_empty_version(begin: Begin) -> None:
+    one = begin(at_step(3))
+    assert (one.publisher.version, one.publisher.epoch) == (4, 1)
+    assert versions(one.store)[3:] == [(3, "delta", 0), (4, "delta", 1)]
+    assert head_of(one.store).manifest.edge.parts == ()
+    one.assert_head_is(4)
 
 
 @pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
 def test_a_restart_from_an_older_checkpoint_publishes_the_difference(
-    attach: Attach, store: MemoryStore, trained: TinyModel, encoding: str
+    begin: Begin, trained: TinyModel, encoding: str
 ) -> None:
-    model = at_step(1)
-    publisher = attach(model, encoding=encoding)
-    assert versions(store)[4:] == [(4, "delta", 1), (5, "delta", 1)]
-    assert encoding in head_of(store).manifest.edge.encodings
-    assert not same(bits_of(model), bits_of(trained))
-    assert_head_is(model, 5, store)
-    publish(publisher, model, 9)
-    assert_head_is(model, 6, store)
+    one = begin(at_step(1), encoding=encoding)
+    assert versions(one.store)[4:] == [(4, "delta", 1), (5, "delta", 1)]
+    assert encoding in head_of(one.store).manifest.edge.encodings
+    assert not same(bits_of(one.model), bits_of(trained))
+    one.assert_head_is(5)
+    one.publish(9)
+    one.assert_head_is(6)
 
 
 @pytest.mark.usefixtures("trained")
 def test_a_restart_from_an_unrelated_state_starts_over_with_an_anchor(
-    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = TinyModel(seed=77)
-    attach(model)
-    assert versions(store)[4:] == [(4, "delta", 1), (5, "anchor", 1)]
+    one = begin(TinyModel(seed=77))
+    assert versions(one.store)[4:] == [(4, "delta", 1), (5, "anchor", 1)]
     assert "starts over with an anchor" in caplog.text
-    assert_head_is(model, 5, store)
+    one.assert_head_is(5)
 
 
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("action", ["hide", "corrupt", "truncate"])
 @pytest.mark.parametrize("prefix", ["anchors/", "deltas/00000000000000000002"])
 def test_a_chain_that_can_not_be_rebuilt_is_continued_with_an_anchor(
-    attach: Attach, store: MemoryStore, action: Action, prefix: str
+    begin: Begin, action: Action, prefix: str
 ) -> None:
-    model = at_step(1)
-    attach(model, on=FaultyStore(store, Fault(action, prefix, times=None)))
-    assert versions(store)[4:] == [(4, "delta", 1), (5, "anchor", 1)]
-    assert_head_is(model, 5, store)
+    one = begin(at_step(1), Fault(action, prefix, times=None))
+    assert versions(one.store)[4:] == [(4, "delta", 1), (5, "anchor", 1)]
+    one.assert_head_is(5)
 
 
 @pytest.mark.usefixtures("trained")
-def test_an_object_that_is_corrupt_once_is_fetched_again(
-    attach: Attach, store: MemoryStore
-) -> None:
-    attach(at_step(1), on=FaultyStore(store, Fault("corrupt", "anchors/")))
-    assert versions(store)[5] == (5, "delta", 1)
+def test_an_object_that_is_corrupt_once_is_fetched_again(begin: Begin) -> None:
+    one = begin(at_step(1), Fault("corrupt", "anchors/"))
+    assert versions(one.store)[5] == (5, "delta", 1)
 
 
 @pytest.mark.usefixtures("trained")
-def test_attaching_can_be_tried_again(attach: Attach, store: MemoryStore) -> None:
-    faulty = FaultyStore(store, Fault("fail", "deltas/"))
+def test_attaching_can_be_tried_again(begin: Begin) -> None:
     with pytest.raises(StoreUnavailableError):
-        attach(at_step(1), on=faulty)
-    publisher = attach(at_step(1), on=faulty)
-    assert_head_is(at_step(1), publisher.version, store)
+        begin(at_step(1), Fault("fail", "deltas/"))
+    one = begin(at_step(1))
+    one.assert_head_is(one.publisher.version)
 
 
-def test_a_chain_without_a_version_is_begun(attach: Attach, store: MemoryStore) -> None:
+def test_a_chain_without_a_version_is_begun(begin: Begin) -> None:
     with pytest.raises(StoreUnavailableError):
-        attach(plain_model(), on=FaultyStore(store, Fault("fail", "anchors/")))
-    attach(plain_model())
-    assert versions(store) == [(0, "anchor", 0)]
+        begin(plain_model(), Fault("fail", "anchors/"))
+    assert versions(begin().store) == [(0, "anchor", 0)]
 
 
 # A base checkpoint
@@ -213,51 +200,41 @@ def test_a_base_that_lacks_a_tensor_is_refused(attach: Attach, tmp_path: Path) -
         attach(plain_model(), base=tmp_path)
 
 
-def test_a_base_is_referred_to_and_not_uploaded(
-    attach: Attach, store: MemoryStore, base: Path
-) -> None:
-    model = plain_model()
-    publish(attach(model, base=base), model, 1)
-    reference = present(recompute(store)[0].committed.manifest.edge.reference)
+def test_a_base_is_referred_to_and_not_uploaded(begin: Begin, base: Path) -> None:
+    one = begin(base=base)
+    one.publish(1)
+    reference = present(recompute(one.store)[0].committed.manifest.edge.reference)
     assert [file.name for file in reference.files] == ["model.safetensors"]
-    assert list(store.list("anchors/")) == []
-    assert_head_is(model, 1, store)
-    assert [info.key.rsplit("/", 1)[1] for info in store.list("assets/")] == ["config.json"]
+    assert list(one.store.list("anchors/")) == []
+    one.assert_head_is(1)
+    assets = [info.key.rsplit("/", 1)[1] for info in one.store.list("assets/")]
+    assert assets == ["config.json"]
 
 
 def test_a_restart_rebuilds_from_the_base_wherever_it_lies_now(
-    attach: Attach, store: MemoryStore, base: Path, tmp_path: Path
+    begin: Begin, base: Path, tmp_path: Path
 ) -> None:
-    model = plain_model()
-    publish(attach(model, base=base), model, 1, 2)
+    begin(base=base).publish(1, 2)
     moved = tmp_path / "elsewhere"
     shutil.copytree(base, moved)
     again = plain_model()
     train_(again, 1)
-    attach(again, base=moved)
-    assert versions(store)[4] == (4, "delta", 1)
-    assert_head_is(again, 4, store)
+    one = begin(again, base=moved)
+    assert versions(one.store)[4] == (4, "delta", 1)
+    one.assert_head_is(4)
 
 
-def test_a_restart_without_its_base_starts_over_with_an_anchor(
-    attach: Attach, store: MemoryStore, base: Path
-) -> None:
-    model = plain_model()
-    attach(model, base=base)
+def test_a_restart_without_its_base_starts_over_with_an_anchor(begin: Begin, base: Path) -> None:
+    one = begin(base=base)
     shutil.rmtree(base)
-    train_(model, 1)
-    attach(model)
-    head = head_of(store)
+    train_(one.model, 1)
+    head = head_of(begin(one.model).store)
     assert (head.version, head.manifest.edge.kind) == (2, "anchor")
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commits, "AGAIN_S", 0.0)
-
-
-def keys_of(store: MemoryStore) -> dict[str, bytes]:
-    return {info.key: store.get(info.key) for info in store.list()}
 
 
 def lose(store: MemoryStore, *prefixes: str) -> None:
@@ -277,21 +254,19 @@ def go_back(store: MemoryStore, objects: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_an_open_publisher_waits_for_a_store_that_went_back(
-    attach: Attach, store: MemoryStore, on_error: str, caplog: pytest.LogCaptureFixture
+    begin: Begin, store: MemoryStore, on_error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain_model()
-    publisher = attach(model, on_error=on_error)
-    publish(publisher, model, 1)
+    one = begin(on_error=on_error)
+    one.publish(1)
     then = keys_of(store)
-    publish(publisher, model, 2, 3)
+    one.publish(2, 3)
     now = keys_of(store)
     go_back(store, then)
     for step in (4, 5, 6):
-        train_(model, step)
         before = keys_of(store) if step > 4 else {}
         try:
-            future = publisher.publish(step=step)
-            publisher.flush()
+            future = one.call(step)
+            one.publisher.flush()
         except StoreWentBackError:
             assert on_error == "raise"
         else:
@@ -301,40 +276,36 @@ def test_an_open_publisher_waits_for_a_store_that_went_back(
         assert not before or keys_of(store) == before  # and no payload is put in vain
     assert on_error == "raise" or caplog.text.count("went back") >= 3
     go_back(store, now)
-    publish(publisher, model, 7)
-    assert_head_is(model, 4, store)
+    one.publish(7)
+    one.assert_head_is(4)
 
 
 def test_a_restarted_publisher_goes_on_where_the_store_went_back_to(
-    attach: Attach, store: MemoryStore
+    begin: Begin, store: MemoryStore
 ) -> None:
-    model = plain_model()
-    publisher = attach(model)
-    publish(publisher, model, 1)
+    one = begin()
+    one.publish(1)
     then = keys_of(store)
-    publish(publisher, model, 2, 3)
+    one.publish(2, 3)
     go_back(store, then)
     with pytest.raises(StoreWentBackError, match="restart this publisher"):
-        publish(publisher, model, 4)
-    publisher.close()
+        one.publish(4)
+    one.publisher.close()
     assert keys_of(store).get(HEAD_KEY) == then.get(HEAD_KEY)
-    again = attach(model)
-    publish(again, model, 5)
-    assert_head_is(model, again.version, store)
-    assert again.epoch == 1
+    again = begin(one.model)
+    again.publish(5)
+    again.assert_head_is(again.publisher.version)
+    assert again.publisher.epoch == 1
 
 
-def test_a_publisher_puts_back_what_its_chain_is_known_by(
-    attach: Attach, store: MemoryStore
-) -> None:
-    model = plain_model()
-    publisher = attach(model)
+def test_a_publisher_puts_back_what_its_chain_is_known_by(begin: Begin, store: MemoryStore) -> None:
+    one = begin()
     identity = {key: store.get(key) for key in (CHAIN_KEY, TABLE_KEY)}
     lose(store, *identity)
     restored: list[str] = []
     for step in range(1, 9):
-        publish(publisher, model, step)
-        restored += present(publisher.last).restored
+        one.publish(step)
+        restored += present(one.publisher.last).restored
     assert {key: store.get(key) for key in identity} == identity
     assert restored == list(identity)
 
@@ -370,16 +341,16 @@ def test_versions_behind_a_gap_are_never_walked_into(
 
 @pytest.mark.parametrize("hint", [None, 2, 8])
 def test_a_version_whose_manifest_alone_is_lost_is_passed_over(
-    attach: Attach, store: MemoryStore, hint: int | None, caplog: pytest.LogCaptureFixture
+    begin: Begin, store: MemoryStore, hint: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain_model()
-    publish(attach(model), model, *range(1, 10))
+    one = begin()
+    one.publish(*range(1, 10))
     store.delete(manifest_key(5))
     store.delete(HEAD_KEY)
     if hint is not None:
         Chain.open(store).write_head(hint, [])
-    train_(model, 10)
-    assert attach(model).version == head_of(store).version == 11
+    train_(one.model, 10)
+    assert begin(one.model).publisher.version == head_of(store).version == 11
     assert hint == 8 or "of versions 5: something deletes" in caplog.text
 
 
@@ -402,42 +373,41 @@ def test_a_listing_may_lag(store: MemoryStore) -> None:
 
 
 def test_what_is_left_of_an_idle_chain_is_gone_on_with(
-    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+    begin: Begin, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rule took all that is older than its last versions, the hint too."""
-    model = plain_model()
-    publish(attach(model), model, *range(1, 10))
+    one = begin()
+    one.publish(*range(1, 10))
     kept = {CHAIN_KEY, TABLE_KEY, *map(manifest_key, (7, 8, 9))}
     go_back(store, {key: data for key, data in keys_of(store).items() if key in kept})
     with caplog.at_level(logging.WARNING):
-        again = attach(model, anchor_factor=0.001)
-    assert again.version == 10
+        again = begin(one.model, anchor_factor=0.001)
+    assert again.publisher.version == 10
     assert "of versions 0 to 6: something deletes" in caplog.text
-    publish(again, model, 11)
+    again.publish(11)
     head = head_of(store)
-    assert (head.version, head.state) == (11, present(again.last).state)
-    assert starts_over(store) == "anchor"  # a newcomer has a way again
+    assert (head.version, head.state) == (11, present(again.publisher.last).state)
+    assert starts_over(store)  # a newcomer has a way again
 
 
 # An identity that is lost, and nobody open who holds it
 
 
 def test_the_same_model_makes_a_lost_identity_again(
-    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+    begin: Begin, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain_model()
-    publisher = attach(model)
-    publish(publisher, model, 1, 2)
-    publisher.close()
+    one = begin()
+    one.publish(1, 2)
+    one.publisher.close()
     before = Chain.open(store).identity
     for gone in ([CHAIN_KEY], [CHAIN_KEY, TABLE_KEY]):
         lose(store, *gone)
-        train_(model, 7)
-        again = attach(model)
+        train_(one.model, 7)
+        again = begin(one.model)
         after = Chain.open(store).identity
         assert (after.chain, after.table) == (before.chain, before.table)
-        assert_head_is(model, again.version, store)
-        again.close()
+        again.assert_head_is(again.publisher.version)
+        again.publisher.close()
     assert "was made anew for chain" in caplog.text
 
 
@@ -475,51 +445,48 @@ def test_versions_of_two_chains_are_not_told_apart(attach: Attach, store: Memory
 
 
 def test_an_anchor_that_expired_is_made_again(
-    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
+    begin: Begin, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = plain_model()
-    publisher = attach(model, anchor_factor=1000.0)
-    publish(publisher, model, 1)
+    one = begin(anchor_factor=1000.0)
+    one.publish(1)
     lose(store, "anchors/")
-    publish(publisher, model, *range(2, 9))
+    one.publish(*range(2, 9))
     assert "newcomers need an anchor that is gone" in caplog.text
     assert head_of(store).version == 8
-    assert starts_over(store) == "anchor"
-    publisher.close()
+    assert starts_over(store)
+    one.publisher.close()
     lose(store, "anchors/")
-    publish(attach(model, anchor_factor=1000.0), model, 10)
+    begin(one.model, anchor_factor=1000.0).publish(10)
     assert starts_over(store)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("part", [0, -1])
 def test_an_anchor_of_which_a_part_is_no_good_is_made_again_at_a_start(
-    attach: Attach, store: MemoryStore, part: int, *, is_cut: bool
+    begin: Begin, store: MemoryStore, part: int, *, is_cut: bool
 ) -> None:
-    model = plain_model()
-    publisher = attach(model, anchor_factor=1000.0, part_nbytes=64)
-    publish(publisher, model, 1)
-    publisher.close()
+    one = begin(anchor_factor=1000.0, part_nbytes=64)
+    one.publish(1)
+    one.publisher.close()
     parts = sorted(info.key for info in store.list("anchors/"))
     assert len(parts) > 1
     data = store.get(parts[part])
     store.delete(parts[part])
     if is_cut:
         store.put(parts[part], data[:-1])
-    publish(attach(model, anchor_factor=1000.0), model, 2)
+    begin(one.model, anchor_factor=1000.0).publish(2)
     assert starts_over(store)
 
 
 @pytest.mark.parametrize("lost", [manifest_key(2), "deltas/00000000000000000002"])
 def test_an_anchor_is_due_where_something_on_the_way_to_the_head_is_gone(
-    attach: Attach, store: MemoryStore, lost: str
+    begin: Begin, store: MemoryStore, lost: str
 ) -> None:
-    model = plain_model()
-    publisher = attach(model, anchor_factor=1000.0)
-    publish(publisher, model, 1, 2, 3)
-    publisher.close()
+    one = begin(anchor_factor=1000.0)
+    one.publish(1, 2, 3)
+    one.publisher.close()
     lose(store, lost)
-    publish(attach(model, anchor_factor=1000.0), model, 4)
+    begin(one.model, anchor_factor=1000.0).publish(4)
     assert starts_over(store)
 
 

@@ -1,9 +1,12 @@
 """A revert: followers go back, a publisher at work is fenced, one that starts must mean it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Fetched
@@ -19,25 +22,16 @@ from deltachain.format.keys import manifest_key, version_of
 from deltachain.publish import Publisher
 from deltachain.publish.revert import Reverted, revert
 from deltachain.publish.writer import take_over
-from deltachain.store import MemoryStore
+from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, StateDigest
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import State, TinyModel, bits_of, recompute, replica_of, same, train_
+from tests.support.models import TinyModel, recompute, replica_of, same, train_
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore
+from tests.unit.publish.chains import Attach, assert_head_is, head_of, publish
 
-Attach = Callable[..., Publisher]
-
-
-def publish(publisher: Publisher, model: TinyModel, steps: range) -> list[State]:
-    states: list[State] = []
-    for step in steps:
-        train_(model, step)
-        publisher.publish(step=step)
-        publisher.flush()
-        states.append(bits_of(model))
-    return states
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -49,25 +43,37 @@ def model() -> TinyModel:
 def running(attach: Attach, model: TinyModel) -> Publisher:
     """A publisher of versions 0 to 6."""
     publisher = attach(model, anchor_factor=1000.0)
-    publish(publisher, model, range(1, 7))
+    publish(publisher, model, *range(1, 7))
     return publisher
 
 
-def back(store: MemoryStore, version: int, **settings: object) -> Reverted:
-    chain = Chain.open(store)
-    return revert(chain, chain.read(version), **settings)  # type: ignore[arg-type]
-
-
-def head(store: MemoryStore) -> Manifest:
-    found = present(Chain.open(store).head())
-    return found.manifest
-
-
-def test_the_head_has_the_old_bits_again(store: MemoryStore, running: Publisher) -> None:
+@pytest.fixture
+def closed(running: Publisher) -> None:
     running.close()
+
+
+def back(store: Store, version: int, **settings: Any) -> Reverted:
+    chain = Chain.open(store)
+    return revert(chain, chain.read(version), **settings)
+
+
+def head(store: Store) -> Manifest:
+    return head_of(store).manifest
+
+
+def older(step: int) -> TinyModel:
+    """The model as it was after a step."""
+    model = TinyModel()
+    for done in range(1, step + 1):
+        train_(model, done)
+    return model
+
+
+@pytest.mark.usefixtures("closed")
+def test_the_head_has_the_old_bits_again(store: MemoryStore) -> None:
     done = back(store, 2)
     found = recompute(store)
-    assert same(found[7].state, found[2].state)
+    assert_head_is(older(2), 7, store)
     manifest = head(store)
     assert (manifest.version, manifest.epoch, manifest.step) == (7, 1, 2)
     assert (manifest.edge.kind, manifest.edge.base, reverted_to(manifest)) == ("delta", 6, 2)
@@ -100,16 +106,12 @@ def test_followers_go_back_and_stay_there_when_started_again(
             assert same(again.bits(), truth)
 
 
-def test_the_way_from_an_anchor_leads_back_as_well(
-    attach: Attach, store: MemoryStore, model: TinyModel
-) -> None:
+def test_the_way_from_an_anchor_leads_back_as_well(attach: Attach, store: MemoryStore) -> None:
     """With an anchor after every few versions, the head is rebuilt from nothing."""
-    publisher = attach(model, anchor_factor=0.01)
-    publish(publisher, model, range(1, 7))
-    publisher.close()
+    model = TinyModel()
+    publish(attach(model, anchor_factor=0.01), model, *range(1, 7))
     back(store, 1)
-    found = recompute(store)
-    assert same(found[7].state, found[1].state)
+    assert_head_is(older(1), 7, store)
 
 
 def test_a_running_publisher_is_fenced_by_name(
@@ -117,110 +119,72 @@ def test_a_running_publisher_is_fenced_by_name(
 ) -> None:
     back(store, 3)
     with pytest.raises(PublisherFencedError, match="committed by a revert to version 3") as refused:
-        publish(running, model, range(7, 8))
+        publish(running, model, 7)
     assert "load the weights of version 3" in refused.value.hint
 
 
-class Busy(MemoryStore):
-    """A publisher at work commits a version whenever somebody uploads a part."""
-
-    work: Callable[[], object] = staticmethod(lambda: None)
-
-    def put(self, key: str, data: Buffer) -> str:
-        pin = super().put(key, data)
-        if key.startswith("deltas/"):
-            work, self.work = self.work, lambda: None
-            work()
-        return pin
-
-
-def test_a_publisher_that_is_faster_is_fenced_first(attach: Attach, model: TinyModel) -> None:
-    store = Busy()
-    publisher = attach(model, on=store, anchor_factor=1000.0)
-    publish(publisher, model, range(1, 5))
-    store.work = lambda: publish(publisher, model, range(5, 8))
-    done = back(store, 2)
+def test_a_publisher_that_is_faster_is_fenced_first(
+    store: MemoryStore, running: Publisher, model: TinyModel
+) -> None:
+    work = Fault(lambda: publish(running, model, 7), "deltas/")
+    done = back(FaultyStore(store, work), 2)
     found = recompute(store)
     assert done.committed is not None
     assert (done.committed.version, done.before.version) == (9, 8)
     assert [found[v].committed.manifest.epoch for v in (7, 8, 9)] == [0, 1, 1]
-    assert same(found[9].state, found[2].state)
+    assert_head_is(older(2), 9, store)
     with pytest.raises(PublisherFencedError):
-        publish(publisher, model, range(8, 9))
+        publish(running, model, 8)
 
 
-def test_another_that_takes_the_chain_over_meanwhile_stops_it(
-    attach: Attach, model: TinyModel
-) -> None:
-    store = Busy()
-    publisher = attach(model, on=store, anchor_factor=1000.0)
-    publish(publisher, model, range(1, 5))
-    store.work = lambda: take_over(Chain.open(store), numel=head(store).numel, metadata={})
+@pytest.mark.usefixtures("running")
+def test_another_that_takes_the_chain_over_meanwhile_stops_it(store: MemoryStore) -> None:
+    def take() -> None:
+        take_over(Chain.open(store), numel=head(store).numel, metadata={})
+
     with pytest.raises(PublisherFencedError) as refused:
-        back(store, 2)
+        back(FaultyStore(store, Fault(take, "deltas/")), 2)
     assert "revert again" in refused.value.hint
-    assert (head(store).version, head(store).epoch) == (5, 1)
+    assert (head(store).version, head(store).epoch) == (7, 1)
 
 
 # Publishers that start there
 
 
-def test_a_publisher_with_newer_weights_is_refused(
-    attach: Attach, store: MemoryStore, running: Publisher, model: TinyModel
+@pytest.mark.usefixtures("closed")
+def test_a_publisher_with_newer_weights_is_refused_unless_it_is_told_to_go_on(
+    attach: Attach, store: MemoryStore, model: TinyModel
 ) -> None:
-    running.close()
     back(store, 2)
     before = store.get(manifest_key(7))
     with pytest.raises(ChainError, match="version 7 was reverted to the state of version 2") as no:
         attach(model)
     assert "continue_reverted=True" in no.value.hint
     assert (head(store).version, store.get(manifest_key(7))) == (7, before)
-
-
-def test_one_that_is_told_to_goes_on(
-    attach: Attach, store: MemoryStore, running: Publisher, model: TinyModel
-) -> None:
-    running.close()
-    back(store, 2)
     publisher = attach(model, continue_reverted=True)
-    assert same(recompute(store)[publisher.version].state, bits_of(model))
+    assert_head_is(model, publisher.version, store)
     publisher.close()
     attach(TinyModel(seed=5)).close()  # the head is not a reverted one any more
 
 
-def test_one_that_brings_the_old_weights_goes_on(
-    attach: Attach, store: MemoryStore, running: Publisher
-) -> None:
-    running.close()
+@pytest.mark.usefixtures("closed")
+def test_one_that_brings_the_old_weights_goes_on(attach: Attach, store: MemoryStore) -> None:
     back(store, 2)
-    older = TinyModel()
-    for step in (1, 2):
-        train_(older, step)
-    publisher = attach(older)
+    model = older(2)
+    publisher = attach(model)
     assert (publisher.version, publisher.epoch) == (8, 2)
-    states = publish(publisher, older, range(3, 5))
-    assert same(recompute(store)[10].state, states[-1])
+    publish(publisher, model, 3, 4)
+    assert_head_is(model, 10, store)
 
 
-def test_a_revert_while_a_publisher_starts_is_seen(attach: Attach, model: TinyModel) -> None:
+@pytest.mark.usefixtures("closed")
+def test_a_revert_while_a_publisher_starts_is_seen(
+    attach: Attach, store: MemoryStore, model: TinyModel
+) -> None:
     """It is committed between the look at the head and the takeover."""
-
-    class Late(MemoryStore):
-        work: Callable[[], object] | None = None
-
-        def put_if_absent(self, key: str, data: Buffer) -> None:
-            if key == manifest_key(7) and self.work is not None:
-                work, self.work = self.work, None
-                work()
-            super().put_if_absent(key, data)
-
-    store = Late()
-    publisher = attach(model, on=store, anchor_factor=1000.0)
-    publish(publisher, model, range(1, 7))
-    publisher.close()
-    store.work = lambda: back(store, 2)
+    late = Fault(lambda: back(store, 2), manifest_key(7))
     with pytest.raises((ChainError, PublisherFencedError)):
-        attach(model, on=store)
+        attach(model, on=FaultyStore(store, late))
     assert reverted_to(head(store)) == 2
 
 
@@ -232,25 +196,22 @@ def test_a_store_that_cannot_decide_leaves_it_to_the_publisher(
 ) -> None:
     store = SingleWriterStore()
     publisher = attach(model, on=store, anchor_factor=1000.0)
-    publish(publisher, model, range(1, 4))
+    publish(publisher, model, 1, 2, 3)
     with pytest.raises(ConfigError, match="cannot decide between two writers") as refused:
         back(store, 1)
     assert "deltachain pull" in refused.value.hint
     assert back(store, 1, dry_run=True).nnz > 0
     assert head(store).version == 3
-    older = TinyModel()
-    train_(older, 1)
-    model.load_state_dict(older.state_dict())  # as the hint says
+    model.load_state_dict(older(1).state_dict())  # as the hint says
     publisher.publish(step=1)
     publisher.flush()
-    found = recompute(store)
-    assert same(found[4].state, found[1].state)
+    assert_head_is(older(1), 4, store)
 
 
+@pytest.mark.usefixtures("closed")
 def test_versions_that_cannot_be_rebuilt_are_refused_before_anything_is_written(
-    store: MemoryStore, running: Publisher
+    store: MemoryStore,
 ) -> None:
-    running.close()
     (part,) = head(store).edge.parts
     kept = store.get(part.key)
     store.delete(part.key)
@@ -263,22 +224,19 @@ def test_versions_that_cannot_be_rebuilt_are_refused_before_anything_is_written(
     assert {info.key for info in store.list()} == before | {part.key}
 
 
+@pytest.mark.usefixtures("closed")
 def test_a_state_that_is_not_the_manifests_is_never_committed(
-    store: MemoryStore, running: Publisher, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running.close()
-    chain = Chain.open(store)
     monkeypatch.setattr(Fetched, "state", lambda _: StateDigest(1, 2))
     with pytest.raises(DigestMismatchError, match="rebuilt from the store, has another state"):
-        revert(chain, chain.read(2))
+        back(store, 2)
     assert head(store).version == 6
 
 
-def test_a_lost_reply_is_settled(store: MemoryStore, running: Publisher) -> None:
-    running.close()
-    faulty = FaultyStore(store, Fault("lose-reply", prefix="manifests/"))
-    chain = Chain.open(faulty)
-    done = revert(chain, chain.read(2))
+@pytest.mark.usefixtures("closed")
+def test_a_lost_reply_is_settled(store: MemoryStore) -> None:
+    done = back(FaultyStore(store, Fault("lose-reply", prefix="manifests/")), 2)
     assert done.committed is not None
     assert head(store).version == 7
 
@@ -289,24 +247,20 @@ class Dying(MemoryStore):
     left: float = float("inf")
     after = False
 
-    def _dies(self) -> bool:
+    def _write(self, write: Callable[[], T]) -> T:
         self.left -= 1
-        return self.left < 0
+        if self.left < 0 and not self.after:
+            raise SystemExit
+        done = write()
+        if self.left < 0:
+            raise SystemExit
+        return done
 
     def put(self, key: str, data: Buffer) -> str:
-        if (dies := self._dies()) and not self.after:
-            raise SystemExit
-        pin = super().put(key, data)
-        if dies:
-            raise SystemExit
-        return pin
+        return self._write(partial(super().put, key, data))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        if (dies := self._dies()) and not self.after:
-            raise SystemExit
-        super().put_if_absent(key, data)
-        if dies:
-            raise SystemExit
+        self._write(partial(super().put_if_absent, key, data))
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -317,7 +271,7 @@ def test_one_that_is_killed_is_done_again(
     """A part, the manifest, the hint."""
     store = Dying()
     publisher = attach(model, on=store, anchor_factor=1000.0)
-    publish(publisher, model, range(1, 5))
+    publish(publisher, model, 1, 2, 3, 4)
     publisher.close()
     store.left, store.after = write, after
     with pytest.raises(SystemExit):
@@ -326,18 +280,13 @@ def test_one_that_is_killed_is_done_again(
     is_committed = (write, after) >= (1, True)
     assert sorted(recompute(store)) == list(range(5 + is_committed))
     assert (back(store, 2).committed is None) == is_committed
-    found = recompute(store)
-    assert same(found[5].state, found[2].state)
+    assert_head_is(older(2), 5, store)
 
 
+@pytest.mark.usefixtures("closed")
 @pytest.mark.parametrize("value", [-1, 9, True, "2", None, [2], 2.0])
-def test_a_mark_that_is_none_marks_nothing(
-    store: MemoryStore, running: Publisher, value: object
-) -> None:
-    running.close()
+def test_a_mark_that_is_none_marks_nothing(store: MemoryStore, value: object) -> None:
     manifest = head(store)
-    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    marked = Manifest(**fields | {"ext": {"deltachain.reverted_to": value}})
-    assert reverted_to(marked) is None
-    assert reverted_to(Manifest(**fields | {"ext": revert_mark(2)})) == 2
+    assert reverted_to(replace(manifest, ext={"deltachain.reverted_to": value})) is None
+    assert reverted_to(replace(manifest, ext=revert_mark(2))) == 2
     assert b'"ext":{}' in dump(manifest)

@@ -1,7 +1,5 @@
 """Publishers that sign: everything they write, and nothing that others wrote."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,20 +15,17 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import Edge, EdgeRecord, Manifest, seal, unseal
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key, signature_key
-from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer
 from deltachain.verify import verify
-from tests.support.models import TinyModel, bits_of, same, train_
+from tests.support.models import TinyModel, bits_of, same
 from tests.unit.manifest_chains import TABLE, SingleWriterStore, manifest_after
+from tests.unit.publish.chains import Attach, NewThreads, keys_of, publish
 
 KEY, OTHER = (SigningKey.of(bytes([seed]) * 32) for seed in (1, 2))
 TRUSTED = Trust(trusted=TrustedKeys((KEY.public,)))
 OWNER = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
-
-Attach = Callable[..., Publisher]
-NewThreads = Callable[[str], list[threading.Thread]]
 
 
 @pytest.fixture
@@ -38,17 +33,6 @@ def key_file(tmp_path: Path) -> Path:
     file = tmp_path / "key"
     file.write_bytes(KEY.pem())
     return file
-
-
-def publish(publisher: Publisher, model: TinyModel, *steps: int) -> None:
-    for step in steps:
-        train_(model, step)
-        publisher.publish(step=step)
-        publisher.flush()
-
-
-def signature_of(store: MemoryStore, key: SigningKey = KEY) -> str:
-    return signature_key(Chain.open(store, Trust()).identity.chain, key.public.key_id)
 
 
 def test_a_publisher_signs_all_that_it_writes(
@@ -95,30 +79,24 @@ def test_the_key_of_the_environment_signs_too(
     assert Chain.open(store, TRUSTED).read(0).signed_by == (KEY.public.key_id,)
 
 
-def test_a_publisher_with_a_key_goes_on_from_no_unsigned_version(
+def test_a_signed_chain_goes_on_with_a_key_alone_and_from_no_unsigned_version(
     attach: Attach, store: MemoryStore, key_file: Path
 ) -> None:
     attach(TinyModel(), signing_key=key_file).close()
+    before = keys_of(store).keys()
+    with pytest.raises(ConfigError, match="has no signing key"):
+        attach(TinyModel())
+    assert keys_of(store).keys() == before
     chain = Chain.open(store, Trust())
     head = chain.read(0)
     edge = Edge(kind="delta", base=0)
     chain.commit(
         replace(head.manifest, version=1, parent=head.digest, base_state="", edge=edge, recent=())
     )
-    before = {info.key for info in store.list()}
+    before = keys_of(store).keys()
     with pytest.raises(SignatureError, match="it has no signature"):
         attach(TinyModel(), signing_key=key_file)
-    assert {info.key for info in store.list()} == before
-
-
-def test_a_publisher_without_a_key_continues_no_signed_chain(
-    attach: Attach, store: MemoryStore, key_file: Path
-) -> None:
-    attach(TinyModel(), signing_key=key_file).close()
-    before = {info.key for info in store.list()}
-    with pytest.raises(ConfigError, match="has no signing key"):
-        attach(TinyModel())
-    assert {info.key for info in store.list()} == before
+    assert keys_of(store).keys() == before
 
 
 def test_a_publisher_with_a_key_takes_no_unsigned_chain(
@@ -155,7 +133,7 @@ def test_the_signature_of_the_identity_is_put_back(
 ) -> None:
     model = TinyModel()
     publisher = attach(model, signing_key=key_file)
-    key = signature_of(store)
+    key = signature_key(Chain.open(store, Trust()).identity.chain, KEY.public.key_id)
     good = store.get(key)
     publish(publisher, model, 1)
     store.delete(key)
@@ -178,25 +156,20 @@ def test_an_identity_that_is_made_anew_is_signed_anew(
     assert Chain.open(store, TRUSTED).read(2).signed_by == (KEY.public.key_id,)
 
 
-class Changed:
-    """Replaces a manifest by one with the same commit id, as soon as it is put."""
-
-    def __init__(self, *, loses: bool) -> None:
-        self._loses = loses
-
-    def after(self, store: MemoryStore, key: str) -> None:
-        if key != manifest_key(1):
-            return
-        mine = unseal(store.get(key), Manifest, key=key)
-        store.put(key, seal(replace(mine, state="0" * 32)))
-        if self._loses:
-            raise StoreUnavailableError("the reply was lost", key=key)
+def change(store: MemoryStore, key: str) -> None:
+    """Replace the manifest of version 1 by another one with the same commit id."""
+    mine = unseal(store.get(key), Manifest, key=key)
+    store.put(key, seal(replace(mine, state="0" * 32)))
 
 
 class DecidingStore(MemoryStore):
+    """A store that loses the reply, and has another manifest."""
+
     def put_if_absent(self, key: str, data: Buffer) -> None:
         super().put_if_absent(key, data)
-        Changed(loses=True).after(self, key)
+        if key == manifest_key(1):
+            change(self, key)
+            raise StoreUnavailableError("the reply was lost", key=key)
 
 
 class UndecidingStore(SingleWriterStore):
@@ -204,8 +177,8 @@ class UndecidingStore(SingleWriterStore):
 
     def put(self, key: str, data: Buffer) -> str:
         pin = super().put(key, data)
-        if b"0" * 32 not in bytes(data):
-            Changed(loses=False).after(self, key)
+        if key == manifest_key(1) and b"0" * 32 not in bytes(data):
+            change(self, key)
         return pin
 
 

@@ -1,10 +1,9 @@
 """The record of the publisher at work: whom it refuses, whom it lets go on, and whom it names."""
 
 import logging
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
 from unittest import mock
@@ -24,9 +23,7 @@ from deltachain.store import MemoryStore, open_store
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import plain_model, train_
 from tests.support.values import eventually, present
-
-Attach = Callable[..., Publisher]
-NewThreads = Callable[[str], list[Thread]]
+from tests.unit.publish.chains import Attach, NewThreads, publish, served
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +38,6 @@ def elsewhere(**changes: object) -> PublisherRecord:
     """The record of a publisher on another machine."""
     values = {"host": "gpu-7", "pid": 4242, "machine": "another", "since": 1.0} | changes
     return replace(new_record(None), **values)
-
-
-def dead_process() -> tuple[int, str]:
-    """Number of a process of this machine that has ended, and a start that it may have had."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    return ended.pid, "12345"
 
 
 @pytest.fixture
@@ -79,8 +69,8 @@ def manifests(store: MemoryStore) -> list[str]:
     return [info.key for info in store.list("manifests/")]
 
 
-def test_a_second_publisher_is_refused_while_another_one_is_at_work(
-    attach: Attach, chain: MemoryStore, healthy: PublisherRecord
+def test_a_second_publisher_is_refused_while_another_one_is_at_work_unless_it_is_told_to(
+    attach: Attach, chain: MemoryStore, healthy: PublisherRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = manifests(chain)
     with pytest.raises(PublisherFencedError) as refused:
@@ -88,24 +78,24 @@ def test_a_second_publisher_is_refused_while_another_one_is_at_work(
     assert "process 4242 on host gpu-7, since 1970-01-01 00:00:01 UTC" in str(refused.value)
     assert "take_over=True" in refused.value.hint
     assert manifests(chain) == before
-    found = present(read_record(chain))
-    assert found.publisher == healthy.publisher
-
-
-def test_it_goes_on_there_if_it_is_told_to(
-    attach: Attach, chain: MemoryStore, healthy: PublisherRecord, caplog: pytest.LogCaptureFixture
-) -> None:
+    assert present(read_record(chain)).publisher == healthy.publisher
     assert attach(plain_model(), take_over=True).version == 1
     assert f"takes {chain.url} over from {healthy}" in caplog.text
 
 
-def test_one_that_was_killed_here_is_followed_at_once(
+def test_one_that_was_killed_here_or_closed_is_followed_at_once(
     attach: Attach, chain: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid, start = dead_process()
-    write_record(chain, replace(new_record(None), pid=pid, started=start))
     monkeypatch.setattr(background.Tenure, "_watch", None)
-    assert attach(plain_model()).version == 1
+    assert present(read_record(chain)).ended
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    write_record(chain, replace(new_record(None), pid=killed.pid, started="12345"))
+    publisher = attach(plain_model())
+    assert publisher.version == 1
+    publisher.close()
+    write_record(chain, elsewhere(ended=True))
+    assert attach(plain_model()).version == 2
 
 
 def test_one_whose_number_another_process_has_by_now_is_gone() -> None:
@@ -130,16 +120,6 @@ def test_one_that_ends_meanwhile_is_followed(attach: Attach, chain: MemoryStore)
 
     with mock.patch("deltachain.publish.background.time.sleep", end):
         assert attach(plain_model()).version == 1
-
-
-def test_a_closed_one_is_followed_at_once(
-    attach: Attach, chain: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = present(read_record(chain))
-    assert found.ended
-    write_record(chain, elsewhere(ended=True))
-    monkeypatch.setattr(background.Tenure, "_watch", None)
-    assert attach(plain_model()).version == 1
 
 
 def test_an_old_record_is_not_waited_for(
@@ -169,15 +149,13 @@ def test_an_idle_publisher_is_told_before_its_next_version(
     caplog.set_level("INFO")
     attach(plain_model(), metrics="0")
     (renewing,) = new_threads("deltachain-tenure")
-    ready = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
+    ready = served(caplog) + "/readyz"
     assert httpx.get(ready).status_code == 200
-    mine = present(read_record(chain))
-    write_record(chain, elsewhere(turn=mine.turn + 1))
+    write_record(chain, elsewhere(turn=present(read_record(chain)).turn + 1))
     renewing.join(timeout=60)  # it has nothing more to renew
     assert "was taken over by process 4242 on host gpu-7" in caplog.text
     assert "was taken over by process 4242 on host gpu-7" in httpx.get(ready).text
-    found = present(read_record(chain))
-    assert found.pid == 4242
+    assert present(read_record(chain)).pid == 4242
 
 
 def test_an_idle_publisher_says_that_its_chain_was_reverted_or_lost(
@@ -185,32 +163,28 @@ def test_an_idle_publisher_says_that_its_chain_was_reverted_or_lost(
 ) -> None:
     caplog.set_level("INFO")
     model = plain_model()
-    publisher = attach(model, metrics="0")
-    train_(model, 1)
-    publisher.publish(step=1).result()
-    ready = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
+    publish(attach(model, metrics="0"), model, 1)
 
-    def said(text: str, status: int) -> bool:
-        answer = httpx.get(ready)
-        return answer.status_code == status and text in answer.text
+    def says(text: str, status: int) -> None:
+        eventually(lambda: httpx.get(served(caplog) + "/readyz").status_code == status)
+        eventually(lambda: text in httpx.get(served(caplog) + "/readyz").text)
 
-    newest = manifests(chain)[-1]
+    newest, following = manifests(chain)[-1], manifest_key(3)
     kept = chain.get(newest)
     chain.delete(newest)
-    eventually(lambda: said("lost version 2, which this publisher committed", 503))
+    says("lost version 2, which this publisher committed", 503)
     for damaged in (b"{}", kept[: len(kept) // 2]):
         chain.put(newest, damaged)
-        eventually(lambda: said(newest, 503))
+        says(newest, 503)
     chain.put(newest, kept)
-    eventually(lambda: said("", 200))
-    following = manifest_key(3)
+    says("", 200)
     chain.put(following, b"junk")
-    eventually(lambda: said(following, 503))
+    says(following, 503)
     chain.delete(following)
-    eventually(lambda: said("", 200))
-    opened = Chain.open(chain)
-    revert(opened, opened.read(1))
-    eventually(lambda: said("another publisher committed version 3", 503))
+    says("", 200)
+    back = Chain.open(chain)
+    revert(back, back.read(1))
+    says("another publisher committed version 3", 503)
 
 
 @pytest.mark.parametrize(

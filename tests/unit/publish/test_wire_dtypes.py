@@ -235,6 +235,26 @@ def element_maps(draw: st.DrawFn) -> tuple[ElementMap, dict[str, Indices]]:
     return ElementMap(box, slots, table), there
 
 
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    full = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    offset = tuple(draw(st.integers(0, size)) for size in full)
+    shape = tuple(draw(st.integers(0, size - at)) for size, at in zip(full, offset, strict=True))
+    return Box(full, offset, shape)
+
+
+@given(boxes())
+def test_elements_of_a_box_are_those_of_a_slice(box: Box) -> None:
+    """All of them, those before an index, and neighbours."""
+    indices = truth(box)
+    if box.numel:
+        assert box.flat(np.arange(box.numel)).tolist() == indices.tolist()
+    for index in range(math.prod(box.full) + 1):
+        assert box.before(index) == np.searchsorted(indices, index)
+    for start in range(0, indices.size, box.run) if box.numel else ():
+        assert set(np.diff(indices[start : start + box.run])) <= {1}
+
+
 @given(element_maps(), st.randoms(use_true_random=False))
 def test_changes_go_where_the_checkpoint_has_them(
     map_and_truth: tuple[ElementMap, dict[str, Indices]], random: object
