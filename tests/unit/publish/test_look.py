@@ -16,6 +16,7 @@ from deltachain.publish.model.refusals import MemoryRange, ModelForm, TensorForm
 from deltachain.publish.model.source import collect_weights
 from deltachain.publish.snapshot import (
     Memory,
+    Slabs,
     Snapshot,
     SnapshotPlace,
     choose_place,
@@ -517,6 +518,17 @@ def test_a_snapshot_goes_where_it_fits() -> None:
     assert choose_place(None, Memory(3 + reserve, 80), 4) == "host"
     assert choose_place("host", Memory(80, 80), 4) == "host"
     assert choose_place("device", Memory(0, 80), 4) == "device"
+
+
+def test_tensors_of_a_snapshot_lie_side_by_side() -> None:
+    slabs, host = Slabs({2: 24, 8: 2}), torch.device("cpu")
+    taken = [slabs.take(n, 2, host, resident=False, pinned=False) for n in (9, 8)]
+    assert [kept.at for kept in taken] == [0, 16]
+    assert taken[0].slab is taken[1].slab
+    assert taken[0].slab.numel() == 24
+    assert slabs.take(1, 8, host, resident=False, pinned=False).slab.dtype == torch.int64
+    more = slabs.take(30, 2, host, resident=False, pinned=False)
+    assert (more.at, more.numel, more.slab.numel()) == (0, 30, 32)
 
 
 def test_bits_on_a_device_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

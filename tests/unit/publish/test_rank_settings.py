@@ -2,6 +2,7 @@ import importlib.metadata
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,16 +20,12 @@ from deltachain.publish.ranks.sharing import (
 )
 
 
-def test_a_single_rank_gets_its_own_values_and_nothing_is_encoded() -> None:
-    value = object()  # which JSON does not have
+def test_a_single_rank_gets_its_own_values_and_errors_and_nothing_is_encoded() -> None:
+    value, error = object(), StoreUnavailableError("down")  # which JSON does not have
     with Collective(Ranks.alone(), "topic") as collective:
         assert collective.gather(value, object) == [value]
         assert collective.all_gather(value, object) == [value]
         assert collective.broadcast(value, object) is value
-
-
-def test_an_error_on_a_single_rank_is_raised_as_it_is() -> None:
-    error = StoreUnavailableError("down")
     with pytest.raises(StoreUnavailableError) as raised, Collective(Ranks.alone(), "topic"):
         raise error
     assert raised.value is error
@@ -64,23 +61,21 @@ def test_an_empty_shard_is_nobodys_and_an_empty_tensor_is_somebodys() -> None:
 
 
 @pytest.mark.parametrize(
-    "boxes",
+    ("boxes", "why"),
     [
-        [rows(0, 3)],
-        [rows(0, 3), rows(4, 2)],
-        [rows(0, 4), rows(3, 3)],
-        [Box((2, 2), (0, 0), (1, 1)), Box((2, 2), (1, 1), (1, 1))],
-        [rows(0, 0)],
+        ([rows(0, 3)], "not all of it"),
+        ([rows(0, 3), rows(4, 2)], "not all of it"),
+        ([rows(0, 4), rows(3, 3)], "not all of it"),
+        ([Box((2, 2), (0, 0), (1, 1)), Box((2, 2), (1, 1), (1, 1))], "not all of it"),
+        ([rows(0, 0)], "not all of it"),
+        ([rows(0, 6), Box.whole((5, 2))], "shape"),
     ],
 )
-def test_pieces_that_are_not_all_are_refused(boxes: list[Box]) -> None:
-    with pytest.raises(ConfigError, match="not all of it"):
+def test_pieces_that_are_not_all_or_of_another_shape_are_refused(
+    boxes: list[Box], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
         check_cover("w", boxes)
-
-
-def test_pieces_of_another_shape_are_refused() -> None:
-    with pytest.raises(ConfigError, match="shape"):
-        check_cover("w", [rows(0, 6), Box.whole((5, 2))])
 
 
 def test_rows_columns_copies_and_grids_cover() -> None:
@@ -89,6 +84,10 @@ def test_rows_columns_copies_and_grids_cover() -> None:
     check_cover("w", [Box((2, 2), at, (1, 1)) for at in ((0, 0), (0, 1), (1, 0), (1, 1))])
     check_cover("w", [Box((), (), ())])
     check_cover("w", [Box((0, 2), (0, 0), (0, 2))])
+
+
+def settings_of(url: str = "/a", **settings: Any) -> dict[str, str]:
+    return common_settings(PublishConfig(url=url, **settings), url="file:///a", further={})
 
 
 DOCS = Path(__file__).parents[3] / "docs" / "sharded-trainers.md"
@@ -109,33 +108,19 @@ def test_docs_list_every_setting_by_its_scope() -> None:
     }
 
 
-def test_equal_settings_pass() -> None:
-    one = common_settings(PublishConfig(url="/a"), url="file:///a", further={})
-    two = common_settings(PublishConfig(url="/b", part_nbytes=1), url="file:///a", further={})
-    check_settings([one, two])
-
-
-def test_equal_quantisation_passes_however_it_is_given() -> None:
-    given: list[str | Quantization] = [
-        "int8-row",
-        Quantization("int8-row"),
-        Quantization("int8-row", ("lm_head", "lm_head")),
-    ]
-    configs = [PublishConfig(url="/a", quantization=quantization) for quantization in given]
-    check_settings([common_settings(config, url="", further={}) for config in configs])
-
-
-def test_different_folders_of_a_base_pass(tmp_path: Path) -> None:
-    configs = [PublishConfig(url="/a", base=tmp_path / name) for name in "ab"]
-    check_settings([common_settings(config, url="", further={}) for config in configs])
+def test_equal_settings_pass_however_they_are_given(tmp_path: Path) -> None:
+    check_settings([settings_of(), settings_of("/b", part_nbytes=1)])
+    check_settings([settings_of(base=tmp_path / name) for name in "ab"])
+    twice = Quantization("int8-row", ("lm_head", "lm_head"))
+    given = ["int8-row", Quantization("int8-row"), twice]
+    check_settings([settings_of(quantization=quantization) for quantization in given])
 
 
 def test_different_versions_of_a_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = PublishConfig(url="/a", quantization="int8-row")
     found = []
     for version in ("0.1", "0.2"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
-        found.append(common_settings(config, url="", further={}))
+        found.append(settings_of(quantization="int8-row"))
     with pytest.raises(ConfigError, match=r"compressed-tensors 0\.1 .*on rank 0.* 0\.2 .*rank 1"):
         check_settings(found)
 
@@ -150,12 +135,9 @@ def test_the_error_names_each_setting_its_values_and_the_ranks() -> None:
     )
 
 
-def test_a_setting_that_a_rank_lacks_is_named() -> None:
+def test_a_setting_that_a_rank_lacks_is_named_and_an_error_of_many_stays_short() -> None:
     with pytest.raises(ConfigError, match="every_steps is 2 on rank 0, absent on rank 1"):
         check_settings([{"every_steps": "2"}, {}])
-
-
-def test_an_error_of_many_ranks_stays_short() -> None:
     with pytest.raises(ConfigError, match="7 on rank 7") as caught:
         check_settings([{"url": str(rank)} for rank in range(512)])
     assert len(str(caught.value)) < 500

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.layout import NUMBER_BIT, Box, ElementMap, ElementRun
+from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, collect_weights
 from deltachain.publish.model.wire_dtypes import wire_dtype
 from deltachain.publish.quantise import tensors
@@ -117,6 +117,15 @@ def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
     assert {spec.name: spec.shape for spec in source.specs} == shapes
     truth = {name: bits_of({name: t})[name].tobytes() for name, t in expected.items()}
     assert as_checkpoint(source) == truth
+
+
+def test_layers_of_one_shape_share_their_table() -> None:
+    tables = {
+        id(w.element_map.table)
+        for w in collect_weights(transposed()).weights
+        if "up_proj" in w.spec.name
+    }
+    assert len(tables) == 1
 
 
 def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
@@ -283,6 +292,14 @@ def test_windows_are_everything_once(
         assert held[select].tolist() == there[spec.name][places].tolist()
         found += np.arange(held.size)[select].tolist()
     assert sorted(found) == list(range(held.size))
+
+
+def test_a_window_is_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RUNS > 1
+    monkeypatch.setattr("deltachain.publish.model.layout.RUNS", 3)
+    spec = TensorSpec("w", "BF16", (8, 8))
+    columns = ElementMap.straight(spec, Box((8, 8), (0, 2), (8, 2)))
+    assert [len(window.indices) for window in columns.windows(1000)] == [6, 6, 4]
 
 
 def test_what_is_held_whole_is_found() -> None:
