@@ -113,7 +113,7 @@ class Quantised:
 
     def ignored(self) -> list[str]:
         config = self.config()
-        found: list[str] = config.get("ignore", config.get("modules_to_not_convert"))
+        found: list[str] = config.get("ignore") or config["modules_to_not_convert"]
         return found
 
     @property

@@ -431,8 +431,9 @@ def test_a_step_compiled_as_one_graph_says_what_to_do(begin: Begin) -> None:
     training = begin()
     backward(training.model, 0)
     torch.compiler.reset()  # it skips what an earlier compilation could not trace
+    one_graph: Any = torch.compile(training.optimizer.step, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"deltachain publishes .* compile the step without"):
-        torch.compile(training.optimizer.step, backend="eager", fullgraph=True)()
+        one_graph()
 
 
 # What is told

@@ -544,9 +544,10 @@ def test_after_a_resize_the_pulled_folder_loads(chain: Path, folder: Path) -> No
     model.resize_token_embeddings(len(words))
     publish(model, chain, words)
     pulled = pull(chain)
-    found = AutoModelForCausalLM.from_pretrained(pulled).get_input_embeddings().weight
+    name = "model.embed_tokens.weight"
+    found = AutoModelForCausalLM.from_pretrained(pulled).state_dict()[name]
     assert found.shape[0] == len(words)
-    assert torch.equal(found, model.get_input_embeddings().weight.bfloat16())
+    assert torch.equal(found, model.state_dict()[name].bfloat16())
     again = AutoTokenizer.from_pretrained(pulled)
     assert again.convert_tokens_to_ids("</tool>") == words.convert_tokens_to_ids("</tool>")
     assert again.chat_template == "{{ messages }} now"

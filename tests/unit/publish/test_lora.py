@@ -46,7 +46,11 @@ def base() -> Any:
 
 def adapted(model: Any = None, **settings: Any) -> Any:
     """A model with LoRA factors of two layers, or of others."""
-    chosen = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
+    chosen: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+    } | settings
     return get_peft_model(model or base(), LoraConfig(**chosen)).eval()
 
 

@@ -318,7 +318,7 @@ def saving(change: Callable[[dict[str, Any]], object]) -> nn.Module:
         del module
         change(state)
 
-    model[1].register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
+    model[1].register_state_dict_post_hook(saved)
     return model
 
 
