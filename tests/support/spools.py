@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from deltachain.codec import ENCODINGS, Change, encode_part
+from deltachain.codec.encode import EncodedPart
 from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.documents import ObjectRef
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
@@ -71,3 +72,26 @@ def _split(deltas: Iterable[TensorDelta]) -> tuple[Sequence[TensorDelta], Sequen
                 )
             )
     return absolute, rest
+
+
+def spool_of_parts(
+    parent: Path,
+    parts: Sequence[EncodedPart],
+    *,
+    edges: Sequence[int] = (),
+    from_nothing: bool = False,
+) -> Spool:
+    """A spool of these objects, none of which has arrived; of one edge unless others are named."""
+    objects = tuple(
+        SpooledObject(
+            ref=ObjectRef(
+                key=f"deltas/{number}",
+                nbytes=len(part.data),
+                blake3=part.digest,
+                directory=part.directory,
+            ),
+            edge=edge,
+        )
+        for number, (part, edge) in enumerate(zip(parts, edges or [0] * len(parts), strict=True))
+    )
+    return Spool.create(parent, SpoolIndex(from_nothing=from_nothing, objects=objects))

@@ -20,3 +20,14 @@ def followed(tmp_path: Path) -> Iterator[Callable[..., Followed]]:
     yield build
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def here(followed: Callable[..., Followed]) -> Followed:
+    """Two ranks that hold version 1 of 2, led by the subscriber."""
+    made = followed()
+    made.publish(1)
+    made.subscriber.update()
+    made.publish(2)
+    made.engine.events.clear()
+    return made

@@ -1,5 +1,6 @@
 """Ranks of an engine decode the tiles of ``max`` that they hold, and do without those they cut."""
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from unittest import mock
@@ -10,23 +11,25 @@ import torch
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
+from deltachain.codec.encode import EncodedPart
 from deltachain.delta import OldBits, TensorDelta, changes
 from deltachain.errors import BaseMismatchError, OldBitsError
-from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.torch_kernels import storage_bits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.placements import Placement
-from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan, host_bits
 from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.unused_state import UnusedState
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
+from tests.support.spools import spool_of_parts
 from tests.support.values import present
 from tests.unit.replica.replicas import SHAPES, Followed
+
+Build = Callable[..., Followed]
 
 SPEC = TensorSpec("w", "BF16", (1024, 1024))
 
@@ -43,11 +46,15 @@ def versions(count: int) -> list[Bits]:
     return found
 
 
-def part(old: Bits, new: Bits, encoding: str) -> Part:
+def encoded(old: Bits, new: Bits, encoding: str = "max") -> EncodedPart:
     delta = changes(SPEC, old, new)
     before = partial(OldBits, old)
     change = Change(delta, StateDigest(), encoding=ENCODINGS.get(encoding), old=before)
-    return Part.from_bytes(encode_part([change]).data)
+    return encode_part([change])
+
+
+def part(old: Bits, new: Bits, encoding: str = "max") -> Part:
+    return Part.from_bytes(encoded(old, new, encoding).data)
 
 
 def plan_of(states: list[Bits], encodings: tuple[str, ...]) -> TensorPlan:
@@ -72,6 +79,16 @@ def places_of(share: Share) -> list[LiveElements]:
     return [place for _, place in share.places]
 
 
+def apply(plan: TensorPlan, share: Share) -> StateDigest:
+    """Write what a plan changes; the change of the digest."""
+    change = StateDigest()
+    for _, one in _prepared(plan, share):
+        change += one.patch.effect.change
+        for place in one.places:
+            write(place, one.patch)
+    return change
+
+
 def shards(bits: Bits, ways: int, axis: int) -> list[tuple[torch.Tensor, int]]:
     full = torch.from_numpy(bits.view(np.int16).copy()).view(1024, 1024)
     size = 1024 // ways
@@ -81,26 +98,24 @@ def shards(bits: Bits, ways: int, axis: int) -> list[tuple[torch.Tensor, int]]:
     ]
 
 
-def halves(old: Bits, new: Bits) -> tuple[Part, ...]:
+def halves(old: Bits, new: Bits) -> list[EncodedPart]:
     """Two parts of one edge: changes of even columns, and of odd ones, in the same tiles."""
     found = []
     for odd in (0, 1):
         some = old.copy().reshape(SPEC.shape)
         some[:, odd::2] = new.reshape(SPEC.shape)[:, odd::2]
-        found.append(part(old, some.reshape(-1), "max"))
-    return tuple(found)
+        found.append(encoded(old, some.reshape(-1)))
+    return found
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_of_one_edge_are_decoded_with_the_same_old_bits(axis: int) -> None:
     states = versions(2)
-    parts = (*halves(states[0], states[1]), *halves(states[1], states[2]))
-    plan = TensorPlan(SPEC, parts, edges=(0, 0, 1, 1))
+    parts = [*halves(states[0], states[1]), *halves(states[1], states[2])]
+    plan = TensorPlan(SPEC, tuple(Part.from_bytes(p.data) for p in parts), edges=(0, 0, 1, 1))
     after = shards(states[2], 2, axis)
     for (live, offset), (expected, _) in zip(shards(states[0], 2, axis), after, strict=True):
-        for _, one in _prepared(plan, share_of(live, offset)):
-            for place in one.places:
-                write(place, one.patch)
+        apply(plan, share_of(live, offset))
         assert torch.equal(live, expected)
     whole = plan.read(
         0, SPEC.numel, lambda low, high: OldBits(states[0][low:high], low, shared=True)
@@ -111,19 +126,7 @@ def test_parts_of_one_edge_are_decoded_with_the_same_old_bits(axis: int) -> None
 def test_objects_of_one_edge_wait_for_each_other_where_old_bits_are_needed(tmp_path: Path) -> None:
     states = versions(1)
     parts = halves(states[0], states[1])
-    objects = tuple(
-        SpooledObject(
-            ref=ObjectRef(
-                key=f"deltas/1/{number}.safetensors",
-                nbytes=len(one.data),
-                blake3=one.digest,
-                directory=one.digest,
-            ),
-            edge=0,
-        )
-        for number, one in enumerate(parts)
-    )
-    spool = Spool.create(tmp_path, SpoolIndex(from_nothing=False, objects=objects))
+    spool = spool_of_parts(tmp_path, parts)
     for number, one in enumerate(parts):
         spool.put(number, one.data)
     (plan,) = SpoolReader(spool.folder).tensor_plans()
@@ -153,9 +156,7 @@ def test_ranks_share_small_scales_anywhere(ways: int) -> None:
         mine = slice(rank * rows * 6, (rank + 1) * rows * 6)
         live = torch.from_numpy(old[mine].view(np.int32).copy()).view(rows, 6)
         place = Placement(live, mine.start, (6, 1))
-        for _, one in _prepared(plan, Share(((("", 0), place),), *place.span)):
-            for there in one.places:
-                write(there, one.patch)
+        apply(plan, Share(((("", 0), place),), *place.span))
         assert np.array_equal(live.numpy().reshape(-1).view(np.uint32), new[mine])
 
 
@@ -214,69 +215,51 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2", "untied tp2"])
 @pytest.mark.usefixtures("small_tiles")
-def test_two_ranks_follow_small_matrices_and_vectors(tmp_path: Path, shape: str) -> None:
+def test_two_ranks_follow_small_matrices_and_vectors(followed: Build, shape: str) -> None:
     """Vectors are given without old bits, and so is what cannot be divided."""
-    here = Followed(SHAPES[shape], tmp_path)
-    try:
-        publish_max(here)
-        here.publish(2)
-        receipt = present(here.subscriber.update())
-        assert "anchor" not in receipt.plan
-        assert here.holds(2)
-        head = present(here.subscriber.chain.head())
-        assert head.manifest.edge.encodings == ("max",)
-    finally:
-        here.close()
+    here = followed(SHAPES[shape])
+    publish_max(here)
+    here.publish(2)
+    receipt = present(here.subscriber.update())
+    assert "anchor" not in receipt.plan
+    assert here.holds(2)
+    head = present(here.subscriber.chain.head())
+    assert head.manifest.edge.encodings == ("max",)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_ranks_that_cut_tiles_take_another_way_where_there_is_one(tmp_path: Path) -> None:
-    here = Followed(SHAPES["tp4"], tmp_path)
-    try:
-        publish_max(here)
-        here.subscriber.update()
-        for seed in (2, 3):
-            here.publish(seed)
-            with pytest.raises(OldBitsError, match=r"'.*' cuts a tile of the encoding max"):
-                here.subscriber.update()
-            assert here.holds(seed - 1)
-            assert not here.subscriber.poisoned
-            assert not here.spools()
-            here.anchor()
-            receipt = present(here.subscriber.update())
-            assert f"anchor->{seed} " in receipt.plan
-            assert here.holds(seed)
-    finally:
-        here.close()
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_a_digest_shared_with_tensors_in_use_is_planned_around(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def shared_after(state: UnusedState, fetched: Fetched) -> UnusedState:
     """No rank holds a tensor whose digest is in the sum of others that ranks hold."""
-    here = Followed(SHAPES["tp2"], tmp_path)
-    after = UnusedState.after
+    is_max = any("max" in edge.encodings for edge in fetched.plan.edges)
+    return UnusedState({"w": None}, shared_with_used="w") if is_max else state
 
-    def shared(state: UnusedState, fetched: Fetched) -> UnusedState:
-        is_max = any("max" in edge.encodings for edge in fetched.plan.edges)
-        return UnusedState({"w": None}, shared_with_used="w") if is_max else after(state, fetched)
 
-    try:
-        publish_max(here)
-        here.subscriber.update()
-        here.publish(2)
-        monkeypatch.setattr(UnusedState, "after", shared)
-        with pytest.raises(OldBitsError, match="the digest of 'w', which this engine does not use"):
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        pytest.param("tp4", r"'.*' cuts a tile of the encoding max", id="a tile is cut"),
+        pytest.param("tp2", "the digest of 'w', which this engine does not use", id="a digest"),
+    ],
+)
+@pytest.mark.usefixtures("small_tiles")
+def test_ranks_that_cannot_decode_take_another_way_where_there_is_one(
+    followed: Build, monkeypatch: pytest.MonkeyPatch, shape: str, why: str
+) -> None:
+    here = followed(SHAPES[shape])
+    publish_max(here)
+    here.subscriber.update()
+    if shape == "tp2":
+        monkeypatch.setattr(UnusedState, "after", shared_after)
+    for seed in (2, 3):
+        here.publish(seed)
+        with pytest.raises(OldBitsError, match=why):
             here.subscriber.update()
-        assert here.holds(1)
+        assert here.holds(seed - 1)
+        assert not here.subscriber.poisoned
         assert not here.spools()
         here.anchor()
         receipt = present(here.subscriber.update())
-        assert "anchor->2 " in receipt.plan
-        assert here.holds(2)
-    finally:
-        here.close()
+        assert f"anchor->{seed} " in receipt.plan
+        assert here.holds(seed)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -287,10 +270,7 @@ def test_shares_of_rows_and_columns(axis: int, ways: int, encodings: tuple[str, 
     plan, change = plan_of(states, encodings), StateDigest()
     after = shards(states[-1], ways, axis)
     for (live, offset), (expected, _) in zip(shards(states[0], ways, axis), after, strict=True):
-        for _, one in _prepared(plan, share_of(live, offset)):
-            change += one.patch.effect.change
-            for place in one.places:
-                write(place, one.patch)
+        change += apply(plan, share_of(live, offset))
         assert torch.equal(live, expected)
     key = digest_key(SPEC)
     assert change == reference.digest(key, states[-1]) - reference.digest(key, states[0])
@@ -343,6 +323,5 @@ def test_the_host_decodes_with_a_copy_of_bits_on_a_device(axis: int) -> None:
         for one in staged.writes(lambda _, share=share: share):  # type: ignore[misc]
             one.run()
         assert torch.equal(live, expected)
-        for _, one in _prepared(plan_of([states[3], states[2]], ("max",)), share):
-            write(place, one.patch)
+        apply(plan_of([states[3], states[2]], ("max",)), share)
         assert torch.equal(live, shards(states[2], 2, axis)[0 if not offset else 1][0])

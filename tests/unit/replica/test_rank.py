@@ -2,7 +2,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from deltachain.errors import (
     EngineDamagedError,
     ObjectNotFoundError,
     PartialApplyError,
-    PoisonedError,
     TensorMismatchError,
 )
 from deltachain.format.documents import ObjectRef
@@ -39,11 +38,10 @@ from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader
 from deltachain.replica.staged import RankStaged
 from deltachain.store import MemoryStore
-from deltachain.subscribe.targets import base as target
-from deltachain.subscribe.targets.tensor_patch import Patch, prepare, state_of, write
-from deltachain.types import BITS_DTYPES, Buffer, StateDigest, TensorSpec
+from deltachain.subscribe.targets.tensor_patch import prepare, state_of, write
+from deltachain.types import Buffer, StateDigest, TensorSpec
 from tests.gpu.ranks import Bench
-from tests.support.engine import Sharding
+from tests.support.engine import FakeModel, Sharding
 
 
 class CountedStore(MemoryStore):
@@ -128,11 +126,9 @@ def test_what_a_host_reads_is_the_hull_of_its_ranks_windows() -> None:
         },
     ]
     classes: dict[str, TensorClass] = {"a": "in_place", "b": "loaded", "c": "in_place"}
-    assert fetcher.wanted_by(ranks, classes, specs) == {"a": (100, 450), "b": (0, 1000)}
-    assert fetcher.wanted_by(ranks, classes, {n: specs[n] for n in ("a", "b")}) == {
-        "a": (100, 450),
-        "b": (0, 1000),
-    }
+    some = {"a": (100, 450), "b": (0, 1000)}
+    assert fetcher.wanted_by(ranks, classes, specs) == some
+    assert fetcher.wanted_by(ranks, classes, {n: specs[n] for n in "ab"}) == some
     only_b = [{"b": rank["b"]} for rank in ranks]
     assert fetcher.wanted_by(only_b, classes, {"b": specs["b"]}) == {}
 
@@ -151,10 +147,6 @@ def test_a_fetch_ends_with_its_first_error(tmp_path: Path, monkeypatch: pytest.M
         list(SpoolReader(spool.folder).tensor_plans())
 
 
-ON_HOST = [True, False]
-"""Whether bits are numpy's, or torch's as on a device."""
-
-
 def numpy_of(bits: Any) -> Any:
     """Bits as numpy has them, whoever works on them."""
     if not isinstance(bits, Tensor):
@@ -162,14 +154,11 @@ def numpy_of(bits: Any) -> Any:
     return bits.numpy().view(f"<u{bits.element_size()}")
 
 
-def forced(patch: pytest.MonkeyPatch, on_host: bool) -> None:
-    """Let torch work on bits of the host, as it does on those of a device."""
-    if not on_host:
-        patch.setattr(torch_kernels, "on_host", lambda _: False)
+Box: TypeAlias = tuple[tuple[int, ...], Tensor, Tensor]
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Tensor, Tensor]:
+def boxes(draw: st.DrawFn) -> Box:
     """A full tensor's shape, a strided view of its flat indices, and a live view of that shape."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     view = torch.arange(int(np.prod(shape))).view(shape)
@@ -224,58 +213,9 @@ def where(view: Tensor, live: Tensor) -> dict[int, int]:
     return dict(zip(view.reshape(-1).tolist(), positions, strict=True))
 
 
-@pytest.mark.parametrize("on_host", ON_HOST)
-@settings(max_examples=60, deadline=None)
-@given(boxes(), st.integers(0, 1 << 16), st.floats(0, 1))
-def test_indices_go_where_one_by_one_they_would(
-    on_host: bool, box: tuple[tuple[int, ...], Tensor, Tensor], seed: int, share: float
-) -> None:
-    shape, view, live = box
-    truth = where(view, live)
-    numel = int(np.prod(shape))
-    indices = np.flatnonzero(np.random.default_rng(seed).random(numel) < share)
-    with pytest.MonkeyPatch.context() as patch:
-        forced(patch, on_host)
-        place = place_of(view, live)
-        given_ = indices if on_host else torch.from_numpy(indices)
-        selected, positions = place.locate(given_)
-        picked = numpy_of(given_)[
-            selected if isinstance(selected, slice) else np.asarray(selected)
-        ].tolist()
-    assert picked == [index for index in indices.tolist() if index in truth]
-    assert np.asarray(positions).tolist() == [truth[index] for index in picked]
-
-
-@pytest.mark.parametrize("on_host", ON_HOST)
-@settings(max_examples=40, deadline=None)
-@given(boxes())
-def test_view_cut_and_numbers_are_of_the_same_elements_in_the_same_order(
-    on_host: bool, box: tuple[tuple[int, ...], Tensor, Tensor]
-) -> None:
-    shape, view, live = box
-    truth = where(view, live)
-    numel = int(np.prod(shape))
-    with pytest.MonkeyPatch.context() as patch:
-        forced(patch, on_host)
-        patch.setattr(placements, "BLOCK", 3)
-        place = place_of(view, live)
-        flat = np.arange(numel, dtype=BITS_DTYPES[live.element_size()])
-        numbers = np.full(place.view.shape, -1)
-        for which, found in place.numbers():
-            numbers[which] = np.asarray(found).reshape(numbers[which].shape)
-        taken = numpy_of(place.take(flat))
-        held, storage = numpy_of(place.view), numpy_of(place.storage)
-    assert sorted(numbers.ravel().tolist()) == sorted(truth)
-    assert (taken == numbers.astype(taken.dtype)).all()
-    expected = [storage[truth[index]] for index in numbers.ravel().tolist()]
-    assert held.ravel().tolist() == expected
-
-
 @settings(max_examples=40, deadline=None)
 @given(boxes(), st.data())
-def test_a_window_is_the_same_however_it_is_laid_out(
-    box: tuple[tuple[int, ...], Tensor, Tensor], data: st.DataObject
-) -> None:
+def test_a_window_is_the_same_however_it_is_laid_out(box: Box, data: st.DataObject) -> None:
     _, view, live = box
     one = place_of(view, live)
     turned = view.permute(data.draw(st.permutations(range(view.ndim))))
@@ -291,9 +231,7 @@ def test_a_window_is_the_same_however_it_is_laid_out(
 
 @settings(max_examples=40, deadline=None)
 @given(boxes(), boxes())
-def test_windows_of_other_elements_differ(
-    one: tuple[tuple[int, ...], Tensor, Tensor], other: tuple[tuple[int, ...], Tensor, Tensor]
-) -> None:
+def test_windows_of_other_elements_differ(one: Box, other: Box) -> None:
     elements = [set(view.reshape(-1).tolist()) for _, view, _ in (one, other)]
     first, second = (place_of(view, live).window for _, view, live in (one, other))
     assert (first == second) == (elements[0] == elements[1])
@@ -314,12 +252,12 @@ def changed(spec: TensorSpec, seed: int, kind: str) -> TensorDelta:
     return TensorDelta(spec=spec, indices=indices, values=bits[indices], absolute=masks[kind])
 
 
-@pytest.mark.parametrize("on_host", ON_HOST)
+@pytest.mark.parametrize("on_host", [True, False], ids=["bits of numpy", "bits of torch"])
 @pytest.mark.parametrize("kind", ["step", "absolute", "mixed", "dense"])
 @settings(max_examples=15, deadline=None)
 @given(box=boxes(), seed=st.integers(0, 1 << 16))
 def test_a_delta_is_written_and_taken_back_and_its_digest_is_told(
-    on_host: bool, kind: str, box: tuple[tuple[int, ...], Tensor, Tensor], seed: int
+    on_host: bool, kind: str, box: Box, seed: int
 ) -> None:
     shape, view, live = box
     truth = where(view, live)
@@ -327,7 +265,9 @@ def test_a_delta_is_written_and_taken_back_and_its_digest_is_told(
     spec = TensorSpec("w", dtypes[live.element_size()], shape)
     delta = changed(spec, seed, kind)
     with pytest.MonkeyPatch.context() as patch:
-        forced(patch, on_host)
+        patch.setattr(placements, "BLOCK", 3)
+        if not on_host:
+            patch.setattr(torch_kernels, "on_host", lambda _: False)
         place = place_of(view, live)
         bits = numpy_of(live_bits(storage_bits(live)))
         before, expected = bits.copy(), bits.copy()
@@ -353,20 +293,21 @@ def test_a_delta_is_written_and_taken_back_and_its_digest_is_told(
     assert state == reference.digest_at(digest_key(spec), held, old_bits)
 
 
-def overlapping() -> dict[str, Callable[[], Placement]]:
-    base = torch.zeros(12)
-    return {
-        "a source that repeats itself": lambda: Placement(base.view(3, 4), 0, (0, 1)),
-        "a source that overlaps itself": lambda: Placement(base.view(3, 4), 0, (2, 1)),
-        "a live view that repeats itself": lambda: Placement(base[:4].expand(3, 4), 0, (4, 1)),
-        "a live view that overlaps itself": lambda: Placement(base.unfold(0, 4, 2)[:4], 0, (4, 1)),
-    }
+BASE = torch.zeros(12)
 
 
-@pytest.mark.parametrize("what", overlapping())
-def test_what_overlaps_itself_is_no_place(what: str) -> None:
+@pytest.mark.parametrize(
+    ("live", "stride"),
+    [
+        pytest.param(BASE.view(3, 4), (0, 1), id="a source that repeats itself"),
+        pytest.param(BASE.view(3, 4), (2, 1), id="a source that overlaps itself"),
+        pytest.param(BASE[:4].expand(3, 4), (4, 1), id="a live view that repeats itself"),
+        pytest.param(BASE.unfold(0, 4, 2)[:4], (4, 1), id="a live view that overlaps itself"),
+    ],
+)
+def test_what_overlaps_itself_is_no_place(live: Tensor, stride: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="overlaps itself"):
-        overlapping()[what]()
+        Placement(live, 0, stride)
 
 
 def test_nested_is_what_reaches_every_index_in_one_way() -> None:
@@ -392,14 +333,6 @@ def test_one_element_and_none() -> None:
         bits = np.array([5] * size, "<u2")
         assert state_of(spec, place) == reference.digest_at(digest_key(spec), held, bits)
     assert Placement(torch.zeros(1), 3, (7,)).window == Window(3, (), ())
-
-
-def test_bits_of_a_storage_are_all_of_it_and_share_its_memory() -> None:
-    whole = torch.zeros(6, 4, dtype=torch.bfloat16)
-    bits = live_bits(storage_bits(whole[2:, 1:3]))
-    assert bits.shape == (24,)
-    whole[5, 3] = 1.0
-    assert int(bits[23]) == 0x3F80
 
 
 ALIASES = {"head.weight": "embed.weight"}
@@ -449,17 +382,6 @@ def test_a_ticket_that_is_given_again_is_written_again(bench: Bench) -> None:
     assert bench.model.holds(bench.new)
 
 
-def test_only_tickets_that_are_kept_can_be_swapped(bench: Bench) -> None:
-    bench.stage(1)
-    bench.stage(2)
-    bench.rank.keep([2])
-    with pytest.raises(PartialApplyError, match="nothing is staged under ticket 1"):
-        bench.rank.swap(1, 1, back=False)
-    assert bench.model.holds(bench.old)
-    bench.rank.swap(2, 1, back=False)
-    assert bench.model.holds(bench.new)
-
-
 def test_a_plan_for_a_refused_tensor_is_refused(bench: Bench) -> None:
     report = bench.rank.report()
     classes = {name: one.kind for name, one in report.items()}
@@ -472,27 +394,38 @@ def test_a_plan_for_a_refused_tensor_is_refused(bench: Bench) -> None:
     assert bench.model.holds(bench.old)
 
 
-def test_replaced_tensors_void_what_was_staged(bench: Bench) -> None:
-    bench.stage(1)
-    live = bench.model.root.get_parameter("norm.weight")
+def replace_norm(model: FakeModel) -> None:
+    live = model.root.get_parameter("norm.weight")
     live.data = live.data.clone()
-    with pytest.raises(BaseMismatchError, match="what they hold is not"):
-        bench.rank.swap(1, 1, back=False)
-    assert bench.rank.staged == {}
-    assert bench.model.holds(bench.old)
-    bench.stage(2)  # where they are now
-    bench.rank.swap(2, 1, back=False)
-    assert bench.model.holds(bench.new)
 
 
-def test_experts_that_others_moved_void_what_was_staged(bench: Bench) -> None:
-    bench.stage(1)
-    live = bench.model.root.get_parameter("layers.0.experts.weight")
+def move_experts(model: FakeModel) -> None:
+    live = model.root.get_parameter("layers.0.experts.weight")
     live.data.copy_(live.data.flip(0).clone())
-    with pytest.raises(BaseMismatchError, match=r"'layers\.0\.experts\.weight' holds other bits"):
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (replace_norm, "what they hold is not"),
+        (move_experts, r"'layers\.0\.experts\.weight' holds other bits"),
+    ],
+)
+def test_what_the_engine_does_meanwhile_voids_what_was_staged(
+    bench: Bench, change: Callable[[FakeModel], None], why: str
+) -> None:
+    bench.stage(1)
+    change(bench.model)
+    before = {name: tensor.clone() for name, tensor in bench.model.tensors().items()}
+    with pytest.raises(BaseMismatchError, match=why):
         bench.rank.swap(1, 1, back=False)
     assert bench.rank.staged == {}
+    assert all(torch.equal(before[n], tensor) for n, tensor in bench.model.tensors().items())
     bench.rank.check_addresses()  # it is told once: what comes next is planned from nothing
+    if change is replace_norm:
+        bench.stage(2)  # where they are now
+        bench.rank.swap(2, 1, back=False)
+        assert bench.model.holds(bench.new)
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
@@ -522,8 +455,7 @@ def test_a_stage_that_began_before_tensors_were_replaced_is_void(
 
     def overtaken(*arguments: Any) -> RankStaged:
         staged = stage(*arguments)
-        live = bench.model.root.get_parameter("norm.weight")
-        live.data = live.data.clone()
+        replace_norm(bench.model)
         with suppress(BaseMismatchError):
             rank.check_addresses()
         return staged
@@ -554,26 +486,6 @@ def test_what_is_computed_may_be_no_number(bench: Bench, monkeypatch: pytest.Mon
     attached = replace(bench.rank._attached, groups=(("reloaded", group),))
     monkeypatch.setattr(bench.rank, "_attached", attached)
     assert bench.rank.loads_the_same()
-
-
-@pytest.mark.parametrize(("budget", "error"), [(1 << 30, PartialApplyError), (0, PoisonedError)])
-def test_a_failed_write_is_taken_back_if_the_old_bits_are_there(
-    bench: Bench, budget: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.stage(1, budget=budget)
-    written: list[str] = []
-
-    def fail_third(live: object, patch: Patch) -> None:
-        written.append(patch.spec.name)
-        if len(written) == 3:
-            raise OSError("device lost")
-        write(live, patch)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(target, "write_patch", fail_third)
-        with pytest.raises(error):
-            bench.rank.swap(1, 1, back=False)
-    assert bench.model.holds(bench.old) == (error is PartialApplyError)
 
 
 def test_what_the_engine_did_not_load_after_all_is_read_back_and_taken_back(

@@ -19,13 +19,12 @@ from deltachain.errors import (
 )
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.kernels import torch_kernels
-from deltachain.replica.all_ranks import PreparedSwap
 from deltachain.replica.engine import run_on
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe import SubscribeConfig
 from tests.format.forge import dumps, enveloped
-from tests.support.engine import HOSTED, FakeModel, Sharding, full_of
+from tests.support.engine import HOSTED, PLAIN, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
 from tests.support.values import eventually, present
 from tests.unit.replica.replicas import EVERY_SHAPE, SHAPES, Followed
@@ -155,13 +154,6 @@ async def _answer(found: object) -> object:
     return found
 
 
-def test_another_thread_gets_the_answer() -> None:
-    async def main() -> object:
-        return await asyncio.to_thread(run_on, asyncio.get_running_loop(), _answer(7))
-
-    assert asyncio.run(main()) == 7
-
-
 def test_the_thread_of_the_loop_is_refused_at_once() -> None:
     async def main() -> None:
         run_on(asyncio.get_running_loop(), _answer(7))
@@ -171,6 +163,10 @@ def test_the_thread_of_the_loop_is_refused_at_once() -> None:
     assert "asyncio.to_thread" in caught.value.hint
 
 
+async def _asked(found: object) -> object:
+    return await asyncio.to_thread(run_on, asyncio.get_running_loop(), _answer(found))
+
+
 @pytest.mark.parametrize(
     ("raised", "kind", "told"),
     [
@@ -178,14 +174,12 @@ def test_the_thread_of_the_loop_is_refused_at_once() -> None:
         (PartialApplyError("taken back"), PartialApplyError, "taken back"),
     ],
 )
-def test_errors_of_the_engine_are_typed(
+def test_another_thread_gets_the_answer_or_a_typed_error(
     raised: Exception, kind: type[Exception], told: str
 ) -> None:
-    async def main() -> None:
-        await asyncio.to_thread(run_on, asyncio.get_running_loop(), _answer(raised))
-
+    assert asyncio.run(_asked(7)) == 7
     with pytest.raises(kind, match=told):
-        asyncio.run(main())
+        asyncio.run(_asked(raised))
 
 
 Build = Callable[..., Followed]
@@ -195,6 +189,7 @@ EVERY = pytest.mark.parametrize("shape", EVERY_SHAPE)
 @EVERY
 def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Sharding) -> None:
     here = followed(shape)
+    before = addresses(here)
     here.publish(1, 2, 3)
     receipt = present(here.subscriber.update(1))
     assert (receipt.previous, receipt.version) == (0, 1)
@@ -209,18 +204,15 @@ def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Sha
     assert here.subscriber.scrub()
     assert here.subscriber.rollback(0).version == 0
     assert here.holds(0)
+    assert addresses(here) == before
 
 
-@EVERY
-def test_a_rollback_that_is_not_remembered_comes_from_the_store(
-    followed: Build, shape: Sharding
-) -> None:
-    here = followed(shape, undo_applies=0)
-    here.publish(1, 2)
-    here.subscriber.update()
-    assert here.subscriber.rollback(1).version == 1
-    assert here.holds(1)
-    assert here.subscriber.scrub()
+def addresses(here: Followed) -> list[dict[str, int]]:
+    """Where the live tensors of each rank lie."""
+    return [
+        {name: tensor.data_ptr() for name, tensor in model.tensors().items()}
+        for model in here.engine.models
+    ]
 
 
 @EVERY
@@ -238,31 +230,27 @@ def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Sharding)
     assert here.subscriber.scrub()
 
 
-@EVERY
-def test_without_a_budget_everything_is_written_as_it_is_decoded(
-    followed: Build, shape: Sharding
+@pytest.mark.parametrize(
+    ("shape", "on_host"),
+    [
+        (Sharding(odd=HOSTED), True),
+        (Sharding(tp=2, odd=tuple(n for n in HOSTED if n != "bias")), True),  # zeros on one rank
+        pytest.param(Sharding(odd=HOSTED), False, marks=pytest.mark.full),
+        pytest.param(Sharding(tp=2), False, marks=pytest.mark.full),
+        pytest.param(Sharding(tp=2, untied=True), False, marks=pytest.mark.full),
+    ],
+)
+def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(
+    followed: Build, shape: Sharding, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = followed(shape, stage_budget=0)
-    here.publish(1)
-    staged = present(here.subscriber.stage())
-    assert isinstance(staged.prepared, PreparedSwap)
-    assert not staged.prepared.can_undo
-    assert all(not rank.rank.staged[staged.prepared.ticket].placed for rank in here.engine.services)
-    here.subscriber.swap(staged)
-    assert here.holds(1)
-    here.publish(2, share=1.0)
-    here.subscriber.update()
-    assert here.holds(2)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Build, tp: int) -> None:
-    odd = tuple(name for name in HOSTED if tp == 1 or name != "bias")  # zeros on one rank of two
-    here = followed(Sharding(tp=tp, odd=odd))
+    """Bits of a device are torch tensors: the same ranks, forced onto that path."""
+    if not on_host:
+        monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
+    here = followed(shape)
     here.publish(1, 2, 3)
     here.subscriber.update(1)
-    classes = here.target.classes()
-    assert {"in_place", "loaded", "reloaded"} == set(classes)
+    loaded = set() if shape.odd == PLAIN else {"loaded", "reloaded"}
+    assert set(here.target.classes()) == {"in_place", *loaded}
     assert here.holds(1)
     here.subscriber.update()
     assert here.holds(3)
@@ -302,29 +290,6 @@ def test_only_layers_that_changed_are_loaded_again(
     assert loaded == [{"layers.2.packed.weight"}, {"layers.0.packed.weight"}]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "shape", [Sharding(tp=2), Sharding(odd=HOSTED), Sharding(tp=2, untied=True)]
-)
-def test_bits_of_a_device_take_the_same_way(
-    followed: Build, shape: Sharding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bits of a device are torch tensors: the same ranks, forced onto that path."""
-    monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
-    here = followed(shape)
-    here.publish(1, 2, 3)
-    here.subscriber.update(1)
-    here.subscriber.update()
-    assert here.holds(3)
-    assert here.subscriber.scrub()
-    here.subscriber.rollback()
-    assert here.holds(1)
-    here.subscriber.release()
-    here.subscriber.poisoned = True
-    here.subscriber.update()
-    assert here.holds(3)
-
-
 def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
     here = followed(Sharding(tp=2, odd=("stuck",)))
     here.publish(1)
@@ -334,22 +299,6 @@ def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
     assert caught.value.tensor == "layers.0.stuck.weight"
     assert here.engine.bits() == before
     assert "write" not in here.engine.events
-
-
-@EVERY
-def test_addresses_never_change(followed: Build, shape: Sharding) -> None:
-    here = followed(shape)
-    addresses = [
-        {name: tensor.data_ptr() for name, tensor in model.tensors().items()}
-        for model in here.engine.models
-    ]
-    here.publish(1, 2)
-    here.subscriber.update()
-    here.subscriber.rollback()
-    assert addresses == [
-        {name: tensor.data_ptr() for name, tensor in model.tensors().items()}
-        for model in here.engine.models
-    ]
 
 
 # What somebody else wrote
@@ -396,25 +345,6 @@ def test_a_foreign_write_is_refused_and_then_healed(followed: Build, shape: str,
     receipt = present(here.subscriber.update())
     assert receipt.previous is None
     assert here.holds(2)
-    assert here.subscriber.scrub()
-
-
-@pytest.mark.parametrize(
-    ("shape", "name"),
-    [("tp2", "layers.0.o.weight"), ("tp2", "norm.weight"), ("untied", "head.weight")],
-)
-def test_a_scrub_finds_a_foreign_write(followed: Build, shape: str, name: str) -> None:
-    here = followed(SHAPES[shape])
-    here.publish(1)
-    here.subscriber.update()
-    assert here.subscriber.scrub()
-    here.scribble(0, name)
-    assert not here.subscriber.scrub()
-    assert here.subscriber.poisoned
-    here.engine.events.clear()
-    here.subscriber.update()
-    assert here.holds(1)
-    assert here.engine.events == ["pause", "write", "name 1", "resume"], "its caches are void"
     assert here.subscriber.scrub()
 
 

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import msgspec
@@ -30,7 +29,7 @@ from deltachain.errors import (
 )
 from deltachain.replica import all_ranks as client
 from deltachain.replica import leader as engine_watch
-from deltachain.replica.all_ranks import PauseHolds
+from deltachain.replica.all_ranks import PauseHolds, PreparedSwap
 from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.messages import (
     PendingReply,
@@ -241,6 +240,9 @@ def test_an_engine_that_another_client_paused_is_not_ready(watched_ranks: Follow
         assert has(leader, "paused by another client").version == 1
         watched_ranks.engine.paused = False
         assert not has(leader, "").paused
+        watched_ranks.publish(2)
+        leader.update()
+        assert not watched_ranks.engine.paused, "nobody paused it this time"
 
 
 def test_an_engine_that_another_client_paused_is_asked_often(watched_ranks: Followed) -> None:
@@ -274,6 +276,34 @@ def test_the_pause_of_a_swap_is_not_of_another_client(watched_ranks: Followed) -
     with mock.patch.object(watched_ranks.engine, "is_paused", side_effect=during_a_swap) as asked:
         holds.look()
     assert holds.why == ""
+
+
+def test_a_look_while_a_pause_takes_effect_does_not_take_it_for_that_of_others(
+    watched_ranks: Followed,
+) -> None:
+    engine, holds = watched_ranks.engine, PauseHolds(watched_ranks.engine)
+    pause = engine.pause
+
+    def looked_at(*, in_doubt: bool = False) -> None:
+        pause(in_doubt=in_doubt)
+        holds.look()
+
+    with mock.patch.object(engine, "pause", looked_at):
+        holds.hold()
+    holds.look()
+    assert not holds.why
+    holds.go_on()
+    assert not engine.paused
+
+
+def test_a_pause_that_failed_is_not_ours(watched_ranks: Followed) -> None:
+    engine, holds = watched_ranks.engine, PauseHolds(watched_ranks.engine)
+    engine.faults.pause = ApplyError("the engine is gone")
+    with pytest.raises(ApplyError, match="gone"):
+        holds.hold()
+    engine.paused = True  # it has taken effect all the same
+    holds.look()
+    assert holds.why == "paused by another client"
 
 
 def test_a_leader_that_was_replaced_says_so_without_being_called(watched_ranks: Followed) -> None:
@@ -321,17 +351,6 @@ LOST = OSError("device lost")
 ONE = StateDigest(0, 1)
 
 
-@pytest.fixture
-def here(followed: Build) -> Followed:
-    """Two ranks that hold version 1 of 2."""
-    here = followed()
-    here.publish(1)
-    here.subscriber.update()
-    here.publish(2)
-    here.engine.events.clear()
-    return here
-
-
 def heals(here: Followed, version: int = 2) -> bool:
     """Whether the next update leads out of it, from nothing."""
     here.engine.events.clear()
@@ -341,30 +360,17 @@ def heals(here: Followed, version: int = 2) -> bool:
     return here.holds(version) and here.subscriber.scrub()
 
 
-Arrange = Callable[[Faults], object]
 REFUSALS = (ApplyError("no memory"), TensorMismatchError("no way"))
+MIXED = ("shifted", "fewer", "stale")
+WRITTEN = SwapReply(seconds=0, version=2, pid=1)
 
+Case: TypeAlias = tuple[Faults, type[DeltaChainError], str]
+"""Faults, and the error with its words that they lead to."""
 
-def refuse(faults: Faults, *, at: tuple[int, str], error: DeltaChainError) -> None:
-    faults.refuses[at] = error
-
-
-def die(faults: Faults, *, verb: str, first: bool) -> None:
-    faults.dies[verb] = first
-
-
-def mix_up(faults: Faults, *, fault: str, verb: str) -> None:
-    getattr(faults, fault).add(verb)
-
-
-def mistype(faults: Faults, *, verb: str, reply: Any) -> None:
-    faults.mistyped[verb] = reply
-
-
-UNWRITTEN: dict[str, tuple[Arrange, type[DeltaChainError], str]] = {
+UNWRITTEN: dict[str, Case] = {
     **{
         f"rank {rank} refuses to {verb}: {error}": (
-            partial(refuse, at=(rank, verb), error=error),
+            Faults(refuses={(rank, verb): error}),
             type(error),
             f"rank {rank}: {error.args[0]}",
         )
@@ -372,7 +378,7 @@ UNWRITTEN: dict[str, tuple[Arrange, type[DeltaChainError], str]] = {
     },
     **{
         f"dies in a {verb}, {first}": (
-            partial(die, verb=verb, first=first),
+            Faults(dies={verb: first}),
             ApplyError,
             f"did not answer '{verb}'",
         )
@@ -380,15 +386,15 @@ UNWRITTEN: dict[str, tuple[Arrange, type[DeltaChainError], str]] = {
     },
     **{
         f"{fault} answers to {verb}": (
-            partial(mix_up, fault=fault, verb=verb),
+            Faults(**{fault: {verb}}),  # type: ignore[arg-type]
             PoisonedError,
             f"mixed up its ranks' answers to '{verb}'",
         )
-        for fault, verb in product(("shifted", "fewer", "stale"), ("stage", "poll"))
+        for fault, verb in product(MIXED, ("stage", "poll"))
     },
     **{
         f"truncated answer to {verb}": (
-            partial(mix_up, fault="truncated", verb=verb),
+            Faults(truncated={verb}),
             ApplyError,
             "cannot read a rank's reply",
         )
@@ -396,23 +402,18 @@ UNWRITTEN: dict[str, tuple[Arrange, type[DeltaChainError], str]] = {
     },
     **{
         f"{type(reply).__name__} to {verb}": (
-            partial(mistype, verb=verb, reply=reply),
+            Faults(mistyped={verb: reply}),
             PoisonedError,
             f"ranks' answers to '{verb}'",
         )
-        for verb, reply in (
-            ("stage", PendingReply()),
-            ("poll", StartedReply()),
-            ("poll", SwapReply(seconds=0, version=2, pid=1)),
-        )
+        for verb, reply in (("stage", PendingReply()), ("poll", StartedReply()), ("poll", WRITTEN))
     },
 }
 
 
 @pytest.mark.parametrize("case", UNWRITTEN)
 def test_a_stage_that_fails_has_written_nothing(here: Followed, case: str) -> None:
-    arrange, error, why = UNWRITTEN[case]
-    arrange(here.engine.faults)
+    here.engine.faults, error, why = UNWRITTEN[case]
     before = here.engine.bits()
     with pytest.raises(error, match=why) as caught:
         here.subscriber.update()
@@ -432,46 +433,42 @@ def test_a_status_of_another_type_is_not_believed(here: Followed) -> None:
     assert "write" not in here.engine.events
 
 
-UNKNOWN: dict[str, tuple[Arrange, type[Exception], str]] = {
+UNKNOWN: dict[str, Case] = {
     "cannot take back": (
-        lambda faults: faults.writes.update({(0, "write", 4): LOST, (0, "write", 6): LOST}),
+        Faults(writes={(0, "write", 4): LOST, (0, "write", 6): LOST}),
         PoisonedError,
         "so did taking it back",
     ),
     "cannot take back what another failed at": (
-        lambda faults: faults.writes.update({(1, "write", 4): LOST, (0, "take back", 2): LOST}),
+        Faults(writes={(1, "write", 4): LOST, (0, "take back", 2): LOST}),
         PoisonedError,
         "could not be taken back on every other rank",
     ),
     **{
-        f"dies, {first}": (
-            partial(die, verb="swap", first=first),
-            ApplyError,
-            "did not answer 'swap'",
-        )
+        f"dies, {first}": (Faults(dies={"swap": first}), ApplyError, "did not answer 'swap'")
         for first in (False, True)
     },
     **{
         f"{fault} answers": (
-            partial(mix_up, fault=fault, verb="swap"),
+            Faults(**{fault: {"swap"}}),  # type: ignore[arg-type]
             PoisonedError,
             "mixed up its ranks' answers to 'swap'",
         )
-        for fault in ("shifted", "fewer", "stale")
+        for fault in MIXED
     },
     "mistyped answer": (
-        lambda faults: faults.mistyped.update({"swap": StartedReply()}),
+        Faults(mistyped={"swap": StartedReply()}),
         PoisonedError,
         "ranks' answers to 'swap'",
     ),
     "truncated answer": (
-        lambda faults: faults.truncated.add("swap"),
+        Faults(truncated={"swap"}),
         ApplyError,
         "cannot read a rank's reply",
     ),
     # its weights are there, but what older ones cached may be as well
     "cannot be named": (
-        lambda faults: setattr(faults, "name", ApplyError("the prefix cache could not be reset")),
+        Faults(name=ApplyError("the prefix cache could not be reset")),
         ApplyError,
         "prefix cache",
     ),
@@ -480,8 +477,7 @@ UNKNOWN: dict[str, tuple[Arrange, type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_a_swap_whose_end_is_unknown_poisons(here: Followed, case: str) -> None:
-    arrange, error, why = UNKNOWN[case]
-    arrange(here.engine.faults)
+    here.engine.faults, error, why = UNKNOWN[case]
     with pytest.raises(error, match=why):
         here.subscriber.update()
     assert "resume" not in here.engine.events, "it stays paused"
@@ -628,6 +624,13 @@ def test_without_the_old_bits_a_failure_poisons(followed: Build, rank: int) -> N
     assert here.engine.paused
     assert here.subscriber.version is None
     assert heals(here)
+    here.publish(3, share=1.0)
+    staged = present(here.subscriber.stage())
+    assert isinstance(staged.prepared, PreparedSwap)
+    assert not staged.prepared.can_undo
+    assert all(not one.rank.staged[staged.prepared.ticket].placed for one in here.engine.services)
+    here.subscriber.swap(staged)
+    assert here.holds(3)
 
 
 def test_tensors_replaced_between_stage_and_swap_poison(here: Followed) -> None:
@@ -644,42 +647,38 @@ def test_tensors_replaced_between_stage_and_swap_poison(here: Followed) -> None:
 # The engine's own loading
 
 
-@pytest.mark.parametrize("kind", ["cast", "packed"])
-def test_a_load_that_fails_is_taken_back(followed: Build, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        pytest.param("cast", 1, id="a cast, taken back"),
+        pytest.param("packed", 1, id="a packed one, taken back"),
+        pytest.param("cast", 9, id="taking it back fails too"),
+    ],
+)
+def test_a_load_that_fails_is_taken_back_or_poisons(followed: Build, kind: str, times: int) -> None:
     here = followed(Sharding(tp=2, odd=("cast", "packed", "shadow")))
     here.publish(1)
     here.subscriber.update()
     here.publish(2)
-    before = here.engine.bits()
+    before, left = here.engine.bits(), [times]
 
-    def fail_once(name: str) -> None:
-        if kind in name:
-            here.engine.models[1].failing = lambda _: None
+    def fail(name: str) -> None:
+        if kind in name and left[0]:
+            left[0] -= 1
             raise OSError("device lost")
 
-    here.engine.models[1].failing = fail_once
-    with pytest.raises(PartialApplyError, match="could not load version 2"):
+    here.engine.models[1].failing = fail
+    error = PartialApplyError if times == 1 else PoisonedError
+    why = "could not load version 2" if times == 1 else "neither version 2 nor the old bits"
+    with pytest.raises(error, match=why):
         here.subscriber.update()
+    if times > 1:
+        assert here.engine.paused
+        left[0] = 0
+        assert heals(here)
+        return
     assert here.engine.bits() == before
     assert here.subscriber.version == 1
     assert here.subscriber.scrub()
     here.subscriber.update()
     assert here.holds(2)
-
-
-def test_a_load_that_fails_twice_poisons_and_heals(followed: Build) -> None:
-    here = followed(Sharding(tp=2, odd=("cast",)))
-    here.publish(1)
-    here.subscriber.update()
-    here.publish(2)
-
-    def fail(name: str) -> None:
-        if "cast" in name:
-            raise OSError("device lost")
-
-    here.engine.models[0].failing = fail
-    with pytest.raises(PoisonedError, match="neither version 2 nor the old bits"):
-        here.subscriber.update()
-    assert here.engine.paused
-    here.engine.models[0].failing = lambda _: None
-    assert heals(here)

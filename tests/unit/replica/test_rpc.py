@@ -18,7 +18,6 @@ from deltachain.errors import (
     ConfigError,
     EngineDamagedError,
     EngineVersionError,
-    PartialApplyError,
     PoisonedError,
     TensorMismatchError,
 )
@@ -146,6 +145,9 @@ def kind_of(message: object) -> str:
     return type(message).__name__
 
 
+EVERY = pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
+
+
 def test_every_message_is_tried_here() -> None:
     assert {type(one) for one in MESSAGES} == set(typing.get_args(AnyRequest))
     assert {type(one) for one in REPLIES} == set(typing.get_args(AnyReply))
@@ -167,16 +169,20 @@ def test_replies_arrive_as_they_were_sent(reply: RankReply) -> None:
 
 
 @pytest.mark.parametrize("text", NONE_AT_ALL, ids=lambda text: ascii(text)[:70])
-def test_what_is_no_message_is_a_typed_error(text: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot read the leader's request") as request:
-        decode_request(text)
-    with pytest.raises(ApplyError, match="cannot read a rank's reply") as reply:
+def test_what_is_no_message_is_a_typed_error(text: Any, tmp_path: Path) -> None:
+    with pytest.raises(ApplyError, match="cannot read a rank's reply") as caught:
         decode_reply(text)
-    assert "same version of deltachain" in request.value.hint
-    assert "same version of deltachain" in reply.value.hint
+    assert "same version of deltachain" in caught.value.hint
+    with pytest.raises(ConfigError, match="cannot read the leader's request"):
+        decode_request(text)
+    rank = RankService(lambda: pytest.fail("no model"), 0, RankSettings(spool=tmp_path))
+    refusal = refused(decode_reply(rank.answer(text)), "ConfigError")
+    assert "cannot read the leader's request" in refusal.message
+    assert "same version of deltachain" in refusal.hint
+    assert call_id(text) == CallId()
 
 
-@pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
+@EVERY
 def test_truncated_messages_are_typed_errors(message: RankRequest | RankReply) -> None:
     text = encode(message)
     for end in range(len(text)):
@@ -186,13 +192,13 @@ def test_truncated_messages_are_typed_errors(message: RankRequest | RankReply) -
             decode_reply(text[:end])
 
 
-@pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
+@EVERY
 def test_a_request_is_no_reply_and_a_reply_no_request(message: RankRequest | RankReply) -> None:
     with pytest.raises((ConfigError, ApplyError)):
         (decode_reply if isinstance(message, RankRequest) else decode_request)(encode(message))
 
 
-@pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
+@EVERY
 def test_no_field_is_of_another_type_more_or_missing(message: RankRequest | RankReply) -> None:
     decode = decode_request if isinstance(message, RankRequest) else decode_reply
     fields: dict[str, Any] = msgspec.to_builtins(message)
@@ -225,20 +231,14 @@ def test_a_tensor_that_cannot_be_is_refused_with_its_request(spec: dict[str, Any
 def test_who_asked_is_known_of_a_request_that_a_newer_leader_sends() -> None:
     text = '{"call":"defragment","leader":"one","sequence":7,"how":"well"}'
     assert call_id(text) == CallId("one", 7)
-    for nothing in NONE_AT_ALL:
-        assert call_id(nothing) == CallId()
 
 
 URL = "s3://bucket/run"
 
-REQUESTS: list[RankRequest] = [
-    AgreeRequest(classes={}, holders=({},), compared=frozenset()),
-    FindUnusedRequest(names=()),
-    CheckLoadsRequest(),
-    StateRequest(ticket=1),
-    StageRequest(ticket=1, spools=("a",), ranks_on_host=(1,), budget=0, keep=()),
-    SwapRequest(ticket=1, version=1),
-    StatusRequest(),
+REQUESTS = [
+    request
+    for request in MESSAGES
+    if not isinstance(request, AttachRequest | FetchRequest | PollRequest | LastSwapRequest)
 ]
 """What only a rank that is attached can do."""
 
@@ -299,38 +299,30 @@ def test_unknown_calls_are_refused_and_told_to_who_asked(rank: RankService, call
     assert (reply.leader, reply.sequence) == ("one", 7)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\ud800", b"\xff", None, 7, {}])
-def test_no_request_raises(rank: RankService, text: Any) -> None:
-    refused(decode_reply(rank.answer(text)), "ConfigError")
-
-
 @pytest.mark.parametrize("request_", REQUESTS, ids=name_of)
 def test_nothing_is_done_before_it_is_attached(bare: RankService, request_: RankRequest) -> None:
     assert refused(bare.handle(request_), "ApplyError").message == "rank 0 is not attached"
-
-
-def test_every_request_has_a_handler(rank: RankService) -> None:
-    assert set(rank._handlers) == set(typing.get_args(AnyRequest))
 
 
 def test_an_agreement_about_fewer_ranks_is_refused(rank: RankService) -> None:
     refused(rank.handle(AgreeRequest(classes={}, holders=(), compared=frozenset())), "ApplyError")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a/", ".hidden", "./a"])
-def test_plans_are_read_from_the_one_folder_alone(rank: RankService, name: str) -> None:
-    reply = rank.handle(
+def stage(rank: RankService, name: str) -> RankReply:
+    """Let a rank stage a spool of this name."""
+    return rank.handle(
         StageRequest(ticket=1, spools=(name,), ranks_on_host=(1,), budget=0, keep=())
     )
-    assert refused(reply, "ConfigError").message == f"{name!r} is not a spool"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a/", ".hidden", "./a"])
+def test_plans_are_read_from_the_one_folder_alone(rank: RankService, name: str) -> None:
+    assert refused(stage(rank, name), "ConfigError").message == f"{name!r} is not a spool"
 
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300, "~", "*"])
 def test_a_spool_that_is_not_there_is_answered_when_asked(rank: RankService, name: str) -> None:
-    started = rank.handle(
-        StageRequest(ticket=1, spools=(name,), ranks_on_host=(1,), budget=0, keep=())
-    )
-    assert started == StartedReply(rank=0)
+    assert stage(rank, name) == StartedReply(rank=0)
     refused(settled(rank, 1), "ApplyError")
 
 
@@ -342,16 +334,8 @@ def test_a_spool_that_is_none_is_answered_when_asked(
     folder.mkdir(parents=True)
     (folder / "index.json").write_bytes(index)
     (folder / "data").write_bytes(b"")
-    started = rank.handle(
-        StageRequest(ticket=1, spools=("a",), ranks_on_host=(1,), budget=0, keep=())
-    )
-    assert started == StartedReply(rank=0)
+    assert stage(rank, "a") == StartedReply(rank=0)
     assert isinstance(settled(rank, 1), Refusal)
-
-
-def test_another_chain_is_refused(bare: RankService) -> None:
-    reply = bare.handle(AttachRequest(url="s3://bucket/other", specs=(), aliases={}))
-    assert f"follow {URL}, not s3://bucket/other" in refused(reply, "ConfigError").message
 
 
 def test_a_ticket_that_nobody_began_is_answered(rank: RankService) -> None:
@@ -393,7 +377,7 @@ class Strange(Exception):  # noqa: N818
         (MemoryError(), "ApplyError", "MemoryError: "),
         (OSError("\udcff"), "ApplyError", "OSError: \\udcff"),
         (EngineVersionError("vllm 9"), "EngineVersionError", "vllm 9"),
-        (PoisonedError("gone", hint="heal it"), "PoisonedError", "gone"),
+        (PoisonedError("gone", hint="see /data/\udcff"), "PoisonedError", "gone"),
     ],
 )
 def test_whatever_an_engine_raises_is_a_reply(
@@ -406,27 +390,23 @@ def test_whatever_an_engine_raises_is_a_reply(
 
     rank = RankService(fail, 2, RankSettings(spool=tmp_path))
     reply = decode_reply(rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={}))))
-    hint = raised.hint if isinstance(raised, PoisonedError) else ""
+    hint = "see /data/\\udcff" if isinstance(raised, PoisonedError) else ""
     assert reply == Refusal(rank=2, error=error, message=message, hint=hint)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("PartialApplyError", PartialApplyError),
-        ("PoisonedError", PoisonedError),
-        ("ConfigError", ConfigError),
-        ("EngineVersionError", EngineVersionError),
-        ("KeyError", ApplyError),
-        ("TypeVar", ApplyError),
-        ("Any", ApplyError),
-        ("", ApplyError),
-    ],
-)
-def test_a_refusal_becomes_the_error_that_it_stands_for(
-    kind: str, expected: type[Exception]
-) -> None:
-    error = error_of(Refusal(rank=3, error=kind, message="no"), version=5)
+KINDS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.DeltaChainError)
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS, "KeyError", "TypeVar", "Any", ""])
+def test_a_refusal_becomes_the_error_that_it_stands_for(name: str) -> None:
+    expected = KINDS.get(name, ApplyError)
+    if issubclass(expected, errors.DigestMismatchError):
+        expected = ApplyError  # a refusal has no digests
+    error = error_of(Refusal(rank=3, error=name, message="no"), version=5)
     assert type(error) is expected
     assert error.args == ("rank 3: no",)
     if isinstance(error, ApplyError):
@@ -492,31 +472,3 @@ def test_a_lone_surrogate_in_a_reply_becomes_a_question_mark(
     monkeypatch.setattr(rank, "_handlers", handlers)
     text = rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={})))
     assert "/data/?" in str(decode_reply(text))
-
-
-def test_the_hint_of_a_refusal_shows_a_lone_surrogate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: RankRequest) -> RankReply:
-        raise PoisonedError("gone", hint="see /data/\udcff")
-
-    rank = RankService(lambda: pytest.fail("no model"), 2, RankSettings(spool=tmp_path))
-    handlers: dict[type[RankRequest], Handler] = {AttachRequest: fail}
-    monkeypatch.setattr(rank, "_handlers", handlers)
-    reply = decode_reply(rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={}))))
-    assert isinstance(reply, Refusal)
-    assert reply.hint == "see /data/\\udcff"
-
-
-def of_every_kind() -> list[str]:
-    return [
-        name
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, errors.DeltaChainError)
-    ]
-
-
-@pytest.mark.parametrize("kind", of_every_kind())
-def test_every_error_of_the_tree_can_be_told(kind: str) -> None:
-    error = error_of(Refusal(rank=0, error=kind, message="no"))
-    assert isinstance(error, errors.DeltaChainError)

@@ -38,14 +38,16 @@ from deltachain.replica.messages import (
 )
 from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.spool import PROBE, Spool
-from deltachain.store import MemoryStore, open_store
+from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber, subscriber
 from deltachain.types import StateDigest
-from tests.support.engine import HOSTED, FakeEngine, Sharding, save, trained
+from tests.support.engine import HOSTED, Sharding, save, trained
 from tests.support.models import train_
 from tests.support.values import present
 from tests.unit.replica.rank_process import RankProcess
 from tests.unit.replica.replicas import Followed
+
+Build = Callable[..., Followed]
 
 
 class ProcessEngine:
@@ -160,7 +162,11 @@ def test_two_ranks_with_spools_apart_follow_heal_and_roll_back(tmp_path: Path) -
         assert healed.plan.startswith("nothing")
         assert here.live == states[3]
         here.publish(4)
-        here.subscriber.update()
+        assert here.left() == []
+        staged = present(here.subscriber.stage())
+        assert len({one.name for one in here.left()}) == 2, "a spool on each host"
+        here.subscriber.swap(staged)
+        assert here.left() == []
         assert here.subscriber.rollback().version == 3
         assert here.live == states[3]
         here.subscriber.rollback(1)  # by the store
@@ -177,35 +183,22 @@ def test_a_fetcher_that_fails_is_replaced_by_another_rank_of_its_host(tmp_path: 
 
 
 @pytest.mark.full
-def test_a_host_on_which_nobody_can_fetch_is_refused_by_name(tmp_path: Path) -> None:
-    with apart(tmp_path, (0, 1), ("none", "fail")) as here:
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("fail", r"no rank on \S+ could fetch: rank 1: .*out of reach"),
+        ("kill", "rank 1 has ended"),
+    ],
+)
+def test_a_host_on_which_nobody_can_fetch_is_refused_by_name(
+    tmp_path: Path, fault: str, why: str
+) -> None:
+    with apart(tmp_path, (0, 1), ("none", fault)) as here:
         here.publish(1)
-        with pytest.raises(ApplyError, match=r"no rank on \S+ could fetch: rank 1: .*out of reach"):
+        with pytest.raises(ApplyError, match=why):
             here.subscriber.update()
         assert here.engine.version == -1
         assert not here.engine.paused
-
-
-@pytest.mark.full
-def test_a_fetcher_that_is_killed_is_refused_by_name(tmp_path: Path) -> None:
-    with apart(tmp_path, (0, 1), ("none", "kill")) as here:
-        here.publish(1)
-        with pytest.raises(ApplyError, match="rank 1 has ended"):
-            here.subscriber.update()
-        assert here.engine.version == -1
-
-
-@pytest.mark.full
-def test_spools_of_all_hosts_go_once_they_are_written(tmp_path: Path) -> None:
-    with apart(tmp_path, (0, 1), ("none", "none")) as here:
-        here.subscriber.update()
-        assert here.left() == []
-        here.publish(1)
-        staged = present(here.subscriber.stage())
-        names = [one.name for one in here.left()]
-        assert len(set(names)) == 2
-        here.subscriber.swap(staged)
-        assert here.left() == []
 
 
 # How hosts are told apart
@@ -239,26 +232,26 @@ def test_only_the_leaders_own_word_is_recognised(tmp_path: Path) -> None:
     Spool.probe(tmp_path, "one").close()
 
 
-def test_one_folder_by_two_names_is_one_host(followed: "Build", tmp_path: Path) -> None:
-    here = followed(Sharding(tp=2))
+def keep_spools_of_rank_1_in(here: Followed, folder: Path) -> None:
+    here.engine.services[1]._settings = RankSettings(spool=folder)
+
+
+def test_one_folder_by_two_names_is_one_host(followed: Build, tmp_path: Path) -> None:
+    here = followed()
     here.spool.mkdir()
     (tmp_path / "mounted").symlink_to(here.spool)
-    here.engine.services[1]._settings = type(here.engine.services[1]._settings)(
-        spool=tmp_path / "mounted"
-    )
+    keep_spools_of_rank_1_in(here, tmp_path / "mounted")
     here.publish(1)
     here.subscriber.update()
     assert here.holds(1)
 
 
 def test_a_rank_that_can_keep_no_spool_is_refused_before_anything_is_touched(
-    followed: "Build", tmp_path: Path
+    followed: Build, tmp_path: Path
 ) -> None:
-    here = followed(Sharding(tp=2))
+    here = followed()
     (tmp_path / "file").write_text("")
-    here.engine.services[1]._settings = type(here.engine.services[1]._settings)(
-        spool=tmp_path / "file"
-    )
+    keep_spools_of_rank_1_in(here, tmp_path / "file")
     before = here.engine.bits()
     with pytest.raises(ConfigError, match=r"rank 1: .* does not see the leader's files") as no:
         here.subscriber.update()
@@ -268,29 +261,19 @@ def test_a_rank_that_can_keep_no_spool_is_refused_before_anything_is_touched(
     assert here.spools() == []
 
 
-def test_a_rank_that_cannot_open_the_store_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_open_the_store_says_so(followed: Build, tmp_path: Path) -> None:
     """A store in the leader's memory."""
-    store, shape = MemoryStore(), Sharding(tp=2)
-    model = trained(shape)
-    with Publisher(PublishConfig(url=store.url), store=store).attach(model) as publisher:
-        engine = FakeEngine(shape, save(model, tmp_path / "model"), tmp_path / "spool")
-        settings = type(engine.services[1]._settings)
-        engine.services[1]._settings = settings(spool=tmp_path / "elsewhere")
-        target = ReplicaTarget(engine, store.url, tmp_path / "spool")
-        before = engine.bits()
-        train_(model, 1)
-        publisher.publish(step=1)
-        publisher.flush()
-        with (
-            Subscriber(SubscribeConfig(url=store.url), target, store=store) as subscriber,
-            pytest.raises(ApplyError, match=r"no rank on .* could fetch: rank 1:"),
-        ):
-            subscriber.update()
-    assert engine.bits() == before
+    here = followed()
+    keep_spools_of_rank_1_in(here, tmp_path / "elsewhere")
+    before = here.engine.bits()
+    here.publish(1)
+    with pytest.raises(ApplyError, match=r"no rank on .* could fetch: rank 1:"):
+        here.subscriber.update()
+    assert here.engine.bits() == before
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
-def test_a_probe_lies_in_the_spool_folder_alone(followed: "Build", name: str) -> None:
+def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> None:
     here = followed(Sharding())
     asked = AttachRequest(url=here.store.url, specs=(), aliases={}, probe=(name, "word"))
     answer = here.engine.services[0].handle(asked)
@@ -299,33 +282,12 @@ def test_a_probe_lies_in_the_spool_folder_alone(followed: "Build", name: str) ->
     assert "is not a spool" in answer.message
 
 
-def test_a_spool_that_cannot_be_written_to_is_said_at_the_start(followed: "Build") -> None:
+def test_a_spool_that_cannot_be_written_to_is_said_at_the_start(followed: Build) -> None:
     here = followed(Sharding())
     here.spool.write_text("a file")
     with pytest.raises(ApplyError, match="cannot be written there") as caught:
         here.subscriber.update()
     assert "DELTACHAIN_SPOOL" in caught.value.hint
-
-
-Build = Callable[..., Followed]
-
-
-@pytest.fixture
-def here(followed: Build) -> Followed:
-    """Two ranks that hold version 1 of 2, led by the subscriber."""
-    here = followed(Sharding(tp=2))
-    here.publish(1)
-    here.subscriber.update()
-    here.publish(2)
-    return here
-
-
-@pytest.fixture
-def later(here: Followed) -> Subscriber:
-    """Leads the same ranks from now on."""
-    later = here.subscribe()
-    later.open()
-    return later
 
 
 @pytest.fixture
@@ -353,20 +315,18 @@ def test_a_leader_that_was_replaced_touches_neither_weights_nor_scheduler(here: 
     assert here.holds(2)
 
 
-def test_a_leader_that_was_replaced_stages_nothing(here: Followed, later: Subscriber) -> None:
-    here.engine.events.clear()
-    with pytest.raises(PartialApplyError, match="another leader"):
-        here.subscriber.update()
-    assert here.engine.events == []
-    assert all(not rank.rank.staged for rank in here.engine.services)
+def test_a_leader_that_was_replaced_stages_nothing_and_poisons_nobody(here: Followed) -> None:
+    later = here.subscribe()
+    later.open()
+    for action in (here.subscriber.update, here.subscriber.scrub):
+        with pytest.raises(PartialApplyError, match="another leader"):
+            action()
+        assert here.engine.events == []
+        assert all(not rank.rank.staged for rank in here.engine.services)
     later.update()
     assert here.holds(2)
-
-
-def test_what_another_leader_wrote_poisons_nobody(here: Followed, later: Subscriber) -> None:
-    later.update()
     with pytest.raises(PartialApplyError, match="another leader"):
-        here.subscriber.scrub()
+        here.subscriber.scrub()  # of what another leader wrote
     assert not here.subscriber.poisoned
     assert later.scrub()
 
@@ -553,7 +513,7 @@ def test_a_leader_of_another_chain_replaces_nobody(here: Followed) -> None:
     for rank in here.engine.services:
         rank._settings = RankSettings(spool=here.spool, url=here.store.url)
     stranger = ReplicaTarget(here.engine, "s3://elsewhere/run", here.spool)
-    with pytest.raises(ConfigError, match="was started to follow"):
+    with pytest.raises(ConfigError, match=f"follow {here.store.url}, not s3://elsewhere/run"):
         Subscriber(here.subscriber.config, stranger, store=here.store).open()
     here.subscriber.update()
     assert here.holds(2)
@@ -599,7 +559,7 @@ def test_a_rollback_from_the_store_is_not_starved(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Versions that arrive meanwhile would overtake it, one after another."""
-    here = followed(Sharding(tp=2), undo_applies=0)
+    here = followed(undo_applies=0)
     here.publish(1, 2)
     here.subscriber.update()
     stage, attempts = here.target.stage, [0]
