@@ -1,4 +1,4 @@
-"""Checks and benchmark of the diff on a card: streams in order, and models of many tensors."""
+"""The diff on a card: checks of streams in order, benchmarks of it and of kernels alone."""
 
 import os
 import statistics
@@ -10,17 +10,23 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain.kernels import staging, torch_kernels
 from deltachain.kernels.device_diff import Compared, DeviceDiff, compares_on, disagreements
 from deltachain.kernels.reference import Changes
+from deltachain.kernels.segments import StreamLayout
 from deltachain.kernels.torch_kernels import pin_
+from tests.contract.batches import Given, batch_of
 from tests.contract.many_tensors import MANY_CHECKS, Weights, counted, settle
 
 DENSITY = 0.01
 REPEATS = 3
 COPY_NBYTES = 64 << 20
+NUMEL = 1 << 28
+KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 
 
 def diff_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -161,7 +167,7 @@ def _times(model: Model, where: str, known: dict[str, float]) -> dict[str, float
         found: dict[str, Changes] = {}
         before = diff.streams.to_host_nbytes
         with counted("wait") as waited:
-            _synchronize(where)
+            synchronize(where)
             start = time.perf_counter()
             for tensor in model.tensors():
                 diff.add(tensor)
@@ -208,17 +214,34 @@ def floors(where: str) -> dict[str, float]:
     }
 
 
+def bench_kernels(where: str, numel: int = NUMEL) -> dict[str, float]:
+    """A digest, and streams of up to 64 segments that become indices and steps."""
+    torch.manual_seed(0)
+    bits = torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16, device=where)
+    indices = (torch.rand(numel // 4) < DENSITY).nonzero().view(-1).numpy()
+    steps = np.full(indices.size, 0xFFFF, np.uint16)
+    given = Given(0, numel // 4, indices, steps)
+    batch = batch_of([given], StreamLayout(2, 1, absolute=False))
+    buffer = staging.upload(batch, bits.device)
+    digest_s = _median(lambda: torch_kernels.digest(KEY, bits), where)
+    decode_s = _median(lambda: staging.decode(batch, buffer), where)
+    return {
+        "digest_gbps": 2 * numel / digest_s / 1e9,
+        "decode_ns_per_change": 1e9 * decode_s / max(1, indices.size),
+    }
+
+
 def _median(work: Callable[[], object], where: str) -> float:
     times = []
     for _ in range(6):
-        _synchronize(where)
+        synchronize(where)
         start = time.perf_counter()
         work()
-        _synchronize(where)
+        synchronize(where)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def _synchronize(where: str) -> None:
+def synchronize(where: str | torch.device) -> None:
     if torch.device(where).type == "cuda":
         torch.cuda.synchronize(where)

@@ -25,6 +25,7 @@ from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import quantise
 from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.snapshot import Snapshot, SnapshotPlace
+from deltachain.publish.wire_form import Diff
 from deltachain.replica.layout.classes import agree
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.proof import Effect
@@ -36,17 +37,23 @@ from tests.support.spools import spool_of
 
 def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
     places: tuple[SnapshotPlace, ...] = ("host", "device")
-    for place in places:
-        for dtype in (torch.bfloat16, torch.float32):
-            check = partial(check_snapshot, where, place, dtype)
-            yield f"snapshot.{place}.{str(dtype).removeprefix('torch.')}", check
-    for recipe in (n for n in sorted(RECIPES) if RECIPES[n].arithmetic.rounding):
-        if find_spec(RECIPES[recipe].library.replace("-", "_")) is None:
-            continue
-        for place, dtype in product(places, (torch.bfloat16, torch.float32)):
+    rounding = [name for name in sorted(RECIPES) if RECIPES[name].arithmetic.rounding]
+    recipes = [name for name in rounding if find_spec(RECIPES[name].library.replace("-", "_"))]
+    for place, dtype in product(places, (torch.bfloat16, torch.float32)):
+        kind = f"{place}.{str(dtype).removeprefix('torch.')}"
+        yield f"snapshot.{kind}", partial(check_snapshot, where, place, dtype)
+        for recipe in recipes:
             check = partial(check_quantised, where, place, dtype, recipe)
-            name = f"{recipe}.{place}.{str(dtype).removeprefix('torch.')}"
-            yield f"snapshot.{name}", check
+            yield f"snapshot.{recipe}.{kind}", check
+
+
+def same_changes(ours: Snapshot, host: Snapshot) -> Diff:
+    found, expected = ours.diff_(), host.diff_()
+    assert found.live.keys() == expected.live.keys() != set()
+    for name, changed in expected.live.items():
+        for one, other in zip(changed, found.live[name], strict=True):
+            np.testing.assert_array_equal(one, other)
+    return found
 
 
 def check_snapshot(where: str, place: SnapshotPlace, dtype: torch.dtype) -> None:
@@ -59,11 +66,7 @@ def check_snapshot(where: str, place: SnapshotPlace, dtype: torch.dtype) -> None
     for seed in range(3):
         train_(host_model, seed)
         model.load_state_dict(host_model.state_dict())
-        expected, found = host.diff_(), ours.diff_()
-        assert found.live.keys() == expected.live.keys() != set()
-        for name, changed in expected.live.items():
-            for one, other in zip(changed, found.live[name], strict=True):
-                np.testing.assert_array_equal(one, other)
+        found = same_changes(ours, host)
         ours.restore(found)
         ours.redo(found)
         assert ours.state == host.state
@@ -82,11 +85,7 @@ def check_quantised(where: str, place: SnapshotPlace, dtype: torch.dtype, recipe
     for seed in range(2):
         train_(host_model, seed)
         model.load_state_dict(host_model.state_dict())
-        expected, found = host.diff_(), ours.diff_()
-        assert found.live.keys() == expected.live.keys() != set()
-        for name, changed in expected.live.items():
-            for one, other in zip(changed, found.live[name], strict=True):
-                np.testing.assert_array_equal(one, other)
+        same_changes(ours, host)
         assert ours.state == host.state
     with torch.no_grad():
         dict(model.named_parameters())["b.weight"][129, 259] = torch.nan
@@ -238,14 +237,10 @@ KINDS = ("step", "mixed", "dense", "max")
 
 
 def checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    for kind in KINDS:
-        for check in CHECKS:
-            yield f"{kind}.{check.__name__}", _on(where, kind, check)
+    for kind, check in product(KINDS, CHECKS):
+        yield f"{kind}.{check.__name__}", partial(_run, where, kind, check)
 
 
-def _on(where: str, kind: str, check: Callable[[Bench], None]) -> Callable[[], None]:
-    def run() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            check(Bench(where, kind, Path(folder)))
-
-    return run
+def _run(where: str, kind: str, check: Callable[[Bench], None]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check(Bench(where, kind, Path(folder)))

@@ -18,8 +18,7 @@ import torch
 
 from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.kernels import BIT_CHECKS, DIFF_CHECKS, LIVE_CHECKS, CrossingArm, DeviceArm
-from tests.gpu.bench import bench
-from tests.gpu.diff import bench_diff, diff_checks
+from tests.gpu.diff import bench_diff, bench_kernels, diff_checks
 
 
 def main() -> int:
@@ -44,7 +43,7 @@ def _bench_update(where: str, divisor: int | None) -> dict[str, Any]:
 
 
 BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
-    "kernels": lambda where, _: bench(where),
+    "kernels": lambda where, _: bench_kernels(where),
     "diff": bench_diff,
     "update": _bench_update,
 }
@@ -83,8 +82,9 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"diff.{'device' if resident else 'host'}.{check.__name__}", partial(check, arm)
     for bit_check in BIT_CHECKS:
         yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
-    card = torch.device("cuda")
-    yield from _batch_checks(card)
+    for batch_check in BATCH_CHECKS:
+        on_card = BatchArm(torch.device("cuda"))
+        yield f"staging.{batch_check.__name__}", partial(batch_check, on_card)
     yield from diff_checks("cuda")
     try:
         from tests.gpu.ranks import checks, snapshot_checks  # noqa: PLC0415
@@ -93,11 +93,6 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     else:
         yield from snapshot_checks("cuda")
         yield from checks("cuda")
-
-
-def _batch_checks(card: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    for check in BATCH_CHECKS:
-        yield f"staging.{check.__name__}", partial(check, BatchArm(card))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from deltachain.replica.staged import RankStaged, Share, stage
 from deltachain.subscribe.targets.base import write_all
 from deltachain.threads import cores
 from deltachain.types import StateDigest, TensorSpec
-from tests.gpu.diff import DENSE_8B, DENSITY, MOE_18K, REPEATS, ModelShape, fitting
+from tests.gpu.diff import DENSE_8B, DENSITY, MOE_18K, REPEATS, ModelShape, fitting, synchronize
 
 BUDGET = 1 << 50
 PART_NUMEL = 1 << 31
@@ -59,20 +59,16 @@ class Scene:
 
     def stage(self) -> RankStaged:
         staged = stage(self.plans(), self.shares.__getitem__, BUDGET, cores(), self.stager)
-        self.wait()
+        synchronize(self.where)
         return staged
-
-    def wait(self) -> None:
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
 
     def floor(self) -> float:
         bits = {name: live[self.indices[name]] for name, live in self.live.items()}
-        self.wait()
+        synchronize(self.where)
         start = time.perf_counter()
         for name, live in self.live.items():
             live.index_copy_(0, self.indices[name], bits[name])
-        self.wait()
+        synchronize(self.where)
         return time.perf_counter() - start
 
 
@@ -128,10 +124,10 @@ def _times(scene: Scene) -> dict[str, float]:
 
 
 def _seconds(scene: Scene, writes: Iterator[Any]) -> float:
-    scene.wait()
+    synchronize(scene.where)
     start = time.perf_counter()
     write_all(writes, 1)
-    scene.wait()
+    synchronize(scene.where)
     return time.perf_counter() - start
 
 
