@@ -1,15 +1,17 @@
 """Scales of keys and values in a checkpoint are followed, in a real vLLM."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final, TypeAlias
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.cli.push import push
@@ -21,6 +23,8 @@ from tests.engines.matrix import differences
 from tests.engines.serving import answers, start
 from tests.engines.vllm.fresh import has_fp8_cache, known, load_in_context, packed_linears
 from tests.engines.vllm.repacked import Served, fresh, served
+
+pytestmark = pytest.mark.engine
 
 UTILS: Final = "vllm.model_executor.layers.utils"
 
@@ -78,111 +82,105 @@ def test_weights_too_small_for_a_product_are_no_other_weights(engine: Any) -> No
     engine.reload(weights())
 
 
-ONLINE: Final = "vllm.model_executor.layers.quantization.online.fp8"
-KERNEL: Final = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
-WRONG: Final = "model.layers.1.mlp.down_proj"
-
-
-Process: TypeAlias = Callable[[Any, Any], None]
-
-
-def layer_of(here: Served) -> Any:
-    return here.model.get_submodule(WRONG)
-
-
-def stale_scale(process: Process, here: Served) -> Process:
-    wrong, old = layer_of(here), layer_of(here).weight_scale.detach().clone()
-
-    def keep(method: Any, layer: Any) -> None:
-        process(method, layer)
-        if layer is wrong:
-            layer.weight_scale.data.copy_(old)
-
-    return keep
-
-
-def stale_row(process: Process, here: Served) -> Process:
-    wrong, old = layer_of(here), layer_of(here).weight.detach()[:, 3].clone()
-
-    def keep(method: Any, layer: Any) -> None:
-        process(method, layer)
-        if layer is wrong:
-            layer.weight.data[:, 3] = old
-
-    return keep
-
-
-def packed_with_stale_scale(process: Process, here: Served) -> Process:
-    wrong, old = layer_of(here), layer_of(here).weight_scale.detach().clone()
-
-    def keep(kernel: Any, layer: Any) -> None:
-        if layer is wrong:
-            layer.weight_scale.data.copy_(old)
-        process(kernel, layer)
-
-    return keep
-
-
-def packed_with_stale_row(process: Process, here: Served) -> Process:
-    """A packing with the codes of one row as they were: nobody can read them afterwards."""
-    codes = here.before.bits(f"{WRONG}.weight").reshape(here.before.specs[f"{WRONG}.weight"].shape)
-    wrong, old = layer_of(here), codes[3].copy()
-
-    def keep(kernel: Any, layer: Any) -> None:
-        if layer is wrong:
-            layer.weight.data[3] = torch.from_numpy(old).view(torch.int8)
-        process(kernel, layer)
-
-    return keep
-
-
-@pytest.mark.parametrize("stale", [stale_scale, stale_row])
-def test_wrong_codes_or_scales_of_online_quantisation_are_refused(
-    stale: Callable[[Process, Served], Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = import_module(ONLINE).Fp8PtpcOnlineLinearMethod
-    with served("llama", tmp_path, quantization="fp8_per_channel") as here:
-        refused_once(here, method, stale, monkeypatch)
-        now = here.everything()
-    assert differences(fresh(here.after, quantization="fp8_per_channel"), now) == []
-
-
-@pytest.mark.parametrize("stale", [packed_with_stale_scale, packed_with_stale_row])
-def test_wrong_codes_or_scales_of_the_checkpoint_are_refused(
-    stale: Callable[[Process, Served], Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = import_module(KERNEL).CPUInt8ScaledMMLinearKernel
-    with served("llama_int8", tmp_path) as here:
-        assert layer_of(here).weight is None, "its codes are where only a kernel reads them"
-        assert {len(group.layers) for _, group in here.rank._attached.groups} == {1}
-        refused_once(here, kernel, stale, monkeypatch)
-        now = here.everything()
-    assert differences(fresh(here.after), now) == []
-
-
-def refused_once(
-    here: Served,
-    method: Any,
-    stale: Callable[[Process, Served], Process],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = here.everything()
-    with monkeypatch.context() as patched:
-        process = stale(method.process_weights_after_loading, here)
-        patched.setattr(method, "process_weights_after_loading", process)
-        with pytest.raises(PartialApplyError, match=f"{WRONG} is not what a fresh load"):
-            here.rank.swap(1, 1, back=False)
-    assert differences(before, here.everything()) == []
-    here.rank.swap(1, 1, back=False)
-    assert differences(before, here.everything())
-
-
-pytestmark = pytest.mark.engine
-
-COMPRESSED: Final = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
 ATTENTION: Final = "model.layers.1.self_attn.attn"
-
 SCALES: Final = ("_k_scale_float", "_v_scale_float", "_k_scale", "_v_scale", "_k_scale_cpu")
+
+Spoil: TypeAlias = Callable[[Any], None]
+Stale: TypeAlias = Callable[[Served, Any], Spoil]
+"""Makes what gives a layer back something that it has now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    family: str
+    process: str
+    """What processes a layer once its weights are loaded."""
+    layer: str = "model.layers.1.mlp.down_proj"
+    packs: bool = False
+    """Whether nobody can read afterwards what was processed: it is stale before."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+
+LAYERS: Final = "vllm.model_executor.layers.quantization"
+ONLINE: Final = Case(
+    family="llama",
+    process=f"{LAYERS}.online.fp8.Fp8PtpcOnlineLinearMethod",
+    arguments={"quantization": "fp8_per_channel"},
+)
+CODES: Final = Case(
+    family="llama_int8",
+    process="vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel",
+    packs=True,
+)
+KEYS: Final = Case(
+    family="llama_kv_scales",
+    process=f"{LAYERS}.compressed_tensors.compressed_tensors.CompressedTensorsKVCacheMethod",
+    layer=ATTENTION,
+)
+
+
+def member(kind: str) -> Stale:
+    def stale(_: Served, layer: Any) -> Spoil:
+        old = getattr(layer, kind)
+        if isinstance(old, float):
+            return lambda layer: setattr(layer, kind, old)
+        kept = old.detach().clone()
+        return lambda layer: getattr(layer, kind).data.copy_(kept)
+
+    return stale
+
+
+def row_of_weights(_: Served, layer: Any) -> Spoil:
+    old = layer.weight.detach()[:, 3].clone()
+    return lambda layer: layer.weight.data[:, 3].copy_(old)
+
+
+def row_of_codes(here: Served, _: Any) -> Spoil:
+    name = f"{CODES.layer}.weight"
+    codes = here.before.bits(name).reshape(here.before.specs[name].shape)
+    old = torch.from_numpy(codes[3].copy()).view(torch.int8)
+    return lambda layer: layer.weight.data[3].copy_(old)
+
+
+@pytest.mark.parametrize(
+    ("case", "stale", "named"),
+    [
+        pytest.param(ONLINE, member("weight_scale"), "load", id="scale of the engine"),
+        pytest.param(ONLINE, row_of_weights, "load", id="codes of the engine"),
+        pytest.param(CODES, member("weight_scale"), "load", id="scale of the checkpoint"),
+        pytest.param(CODES, row_of_codes, "load", id="codes of the checkpoint"),
+        *(pytest.param(KEYS, member(kind), f".*{kind}", id=kind) for kind in SCALES),
+    ],
+)
+def test_codes_and_scales_that_stay_stale_are_refused(
+    case: Case, stale: Stale, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = resolve_name(case.process)
+    process = kind.process_weights_after_loading
+    with served(case.family, tmp_path, **case.arguments) as here:
+        wrong: Any = here.model.get_submodule(case.layer)
+        if case.packs:
+            assert wrong.weight is None, "its codes are where only a kernel reads them"
+            assert {len(group.layers) for _, group in here.rank._attached.groups} == {1}
+        before, spoil = here.everything(), stale(here, wrong)
+
+        def keep(method: Any, layer: Any) -> None:
+            if layer is wrong and case.packs:
+                spoil(layer)
+            process(method, layer)
+            if layer is wrong and not case.packs:
+                spoil(layer)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "process_weights_after_loading", keep)
+            said = f"{case.layer} is not what a fresh {named}"
+            with pytest.raises(PartialApplyError, match=said):
+                here.rank.swap(1, 1, back=False)
+        assert differences(before, here.everything()) == []
+        here.rank.swap(1, 1, back=False)
+        now = here.everything()
+    assert differences(before, now)
+    assert differences(fresh(here.after, **case.arguments), now) == []
 
 
 def test_scales_of_keys_and_values_are_those_of_a_fresh_load(tmp_path: Path) -> None:
@@ -198,33 +196,6 @@ def test_scales_of_keys_and_values_are_those_of_a_fresh_load(tmp_path: Path) -> 
         here.rank.swap(1, 0, back=True)
         assert differences(before, here.everything()) == []
     assert differences(fresh(here.after), now) == []
-
-
-@pytest.mark.parametrize("kind", SCALES)
-def test_scales_of_keys_and_values_that_stay_stale_are_refused(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = import_module(COMPRESSED).CompressedTensorsKVCacheMethod
-    process = method.process_weights_after_loading
-    with served("llama_kv_scales", tmp_path) as here:
-        attention: Any = here.model.get_submodule(ATTENTION)
-        before, old = here.everything(), getattr(attention, kind)
-        old = old.clone() if isinstance(old, Tensor) else old
-
-        def keep(method: Any, layer: Any) -> None:
-            process(method, layer)
-            if layer is attention and isinstance(old, float):
-                setattr(layer, kind, old)
-            elif layer is attention:
-                getattr(layer, kind).copy_(old)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(method, "process_weights_after_loading", keep)
-            with pytest.raises(
-                PartialApplyError, match=f"{ATTENTION} is not what a fresh .*{kind}"
-            ):
-                here.rank.swap(1, 1, back=False)
-        assert differences(before, here.everything()) == []
 
 
 @pytest.mark.parametrize("runs", [True, False])
