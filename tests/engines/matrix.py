@@ -118,6 +118,7 @@ class Row:
     undone_wrong: list[str]
     digest: bool
     refused: str
+    alike: list[int]
 
     @property
     def right(self) -> bool:
@@ -132,11 +133,18 @@ class Row:
 
 
 def examine(
-    rank: int, family: str, tp: int = 1, *, plain: bool = True, plain_experts: bool = False
+    rank: int,
+    family: str,
+    tp: int = 1,
+    *,
+    plain: bool = True,
+    plain_experts: bool = False,
+    versions: int = 1,
 ) -> dict[str, Any]:
     """The row of one rank, as JSON; every rank of a group must call this."""
     how = {"tp": tp, "rank": rank, "plain_linears": plain, "plain_experts": plain_experts}
-    return asdict(_examine(family, how))
+    with tempfile.TemporaryDirectory() as scratch:
+        return asdict(_compare(family, Path(scratch), how, versions))
 
 
 def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
@@ -145,42 +153,56 @@ def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
     return [examine(rank, family, 2) for family in families]
 
 
-def _examine(family: str, how: Any) -> Row:
-    with tempfile.TemporaryDirectory() as scratch:
-        return _compare(family, checkpoint(family), Path(scratch), how)
+def examine_many(rank: int, family: str, tp: str | int, versions: str | int) -> dict[str, Any]:
+    return examine(rank, family, int(tp), plain=False, versions=int(versions))
 
 
-def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
+def _compare(family: str, scratch: Path, how: Any, versions: int) -> Row:
     rank, tp = how["rank"], how["tp"]
-    specs = dict(Checkpoint(before).specs)
+    folders = [checkpoint(family)]
+    specs = dict(Checkpoint(folders[0]).specs)
     engine = engine_fresh()
-    with engine.load_in_context(before, **how) as (config, model):
-        at_first = copied(live(model))
+    with engine.load_in_context(folders[0], **how) as (config, model):
+        held = [copied(live(model))]
         try:
             known = engine.known(config, model)
             mine = Rank(known, specs.values(), {})
             refused, report = "", mine.report()
         except DeltaChainError as exc:
             refused, report = str(exc.args[0]), {}
-        reports = gather(report, tp)
-        if not all(reports):
-            wrong = differences(at_first, copied(live(model)))
+        if not all(gather(report, tp)):
+            wrong = differences(held[0], copied(live(model)))
             return _row(family, specs, None, wrong=wrong, refused=refused or "another rank refused")
         agreement = attached(mine, specs, rank, tp)
-        after = changed(specs, agreement, before, scratch / "after")
-        spool = spool_of(scratch / "spool", deltas(specs, before, after))
-        mine.stage(1, spool.folder, 1 << 30)
-        at_first |= computed(known, model)
-        mine.swap(1, 1, back=False)
-        now = copied(live(model)) | computed(known, model)
-        digest = has_digest(mine, specs, agreement, after, tp)
-        mine.swap(1, 0, back=True)
-        undone_wrong = differences(at_first, copied(live(model)) | computed(known, model))
+        digest = True
+        for version in range(1, versions + 1):
+            before, after = folders[-1], scratch / str(version)
+            folders.append(changed(specs, agreement, before, after, version))
+            spool = spool_of(scratch / f"spool-{version}", deltas(specs, before, after))
+            mine.stage(version, spool.folder, 1 << 30)
+            if version == 1:
+                held[0] |= computed(known, model)
+            mine.swap(version, version, back=False)
+            held.append(copied(live(model)) | computed(known, model))
+            digest &= has_digest(mine, specs, agreement, after, tp)
+        mine.swap(versions, versions - 1, back=True)
+        undone_wrong = differences(held[-2], copied(live(model)) | computed(known, model))
         del mine
-    with engine.load_in_context(after, **how) as (config, model):
-        fresh = copied(live(model)) | computed(engine.known(config, model), model)
-    wrong = differences(fresh, now)
-    return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+    wrong = []
+    for version in range(1, versions + 1):
+        with engine.load_in_context(folders[version], **how) as (config, model):
+            fresh = copied(live(model)) | computed(engine.known(config, model), model)
+        wrong += [f"version {version}: {name}" for name in differences(fresh, held[version])]
+    pairs = enumerate(pairwise(held[1:]), 2)
+    return _row(
+        family,
+        specs,
+        agreement,
+        wrong=wrong,
+        undone_wrong=undone_wrong,
+        digest=digest,
+        alike=[version for version, (one, other) in pairs if not differences(one, other)],
+    )
 
 
 def attached(mine: Rank, specs: Mapping[str, TensorSpec], number: int, tp: int) -> Agreement:
@@ -222,7 +244,7 @@ def deltas(specs: Mapping[str, TensorSpec], before: Path, after: Path) -> Iterat
 
 
 def changed(
-    specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path, seed: int = 0
+    specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path, seed: int = 1
 ) -> Path:
     old = Checkpoint(before)
 
@@ -272,25 +294,16 @@ def gather(mine: Any, tp: int) -> list[Any]:
 
 
 def _row(
-    family: str,
-    specs: Mapping[str, TensorSpec],
-    agreement: Agreement | None,
-    *,
-    wrong: list[str],
-    undone_wrong: list[str] | None = None,
-    digest: bool = True,
-    refused: str = "",
+    family: str, specs: Mapping[str, TensorSpec], agreement: Agreement | None, **found: Any
 ) -> Row:
+    usual = {"undone_wrong": [], "digest": True, "refused": "", "alike": []}
     reasons = agreement.reasons if agreement else {}
     return Row(
         family=family,
         tensors=len(specs),
         classes=dict(Counter(agreement.classes.values() if agreement else ())),
         reasons=dict(Counter(reason[:300] for reason in reasons.values())),
-        wrong=wrong,
-        undone_wrong=undone_wrong or [],
-        digest=digest,
-        refused=refused,
+        **{**usual, **found},
     )
 
 
@@ -343,54 +356,3 @@ def _cell(row: Row | None) -> str:
 
 if __name__ == "__main__":
     main()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What one rank held after each version."""
-
-    classes: dict[str, int]
-    versions: int
-    proven: int
-    wrong: list[str]
-    alike: list[int]
-
-
-def examine_many(rank: int, family: str, tp: str | int, versions: str | int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        return asdict(_examine_many(rank, family, int(tp), int(versions), Path(scratch)))
-
-
-def _examine_many(rank: int, family: str, tp: int, versions: int, scratch: Path) -> Held:
-    before = checkpoint(family)
-    specs = dict(Checkpoint(before).specs)
-    how = {"tp": tp, "rank": rank, "plain_linears": False}
-    engine = engine_fresh()
-    found: list[dict[str, Tensor]] = []
-    folders, proven = [before], 0
-    with engine.load_in_context(before, **how) as (config, model):
-        known = engine.known(config, model)
-        mine = Rank(known, specs.values(), {})
-        agreement = attached(mine, specs, rank, tp)
-        for version in range(1, versions + 1):
-            folder = changed(specs, agreement, folders[-1], scratch / str(version), version)
-            spool = spool_of(scratch / f"spool-{version}", deltas(specs, folders[-1], folder))
-            mine.stage(version, spool.folder, 1 << 30)
-            mine.swap(version, version, back=False)
-            proven += has_digest(mine, specs, agreement, folder, tp)
-            found.append(copied(live(model)) | computed(known, model))
-            folders.append(folder)
-        del mine
-    wrong = []
-    for version, (folder, held) in enumerate(zip(folders[1:], found, strict=True), 1):
-        with engine.load_in_context(folder, **how) as (config, model):
-            fresh = copied(live(model)) | computed(engine.known(config, model), model)
-        wrong += [f"version {version}: {name}" for name in differences(fresh, held)]
-    pairs = enumerate(pairwise(found), 2)
-    return Held(
-        classes=dict(Counter(agreement.classes.values())),
-        versions=versions,
-        proven=proven,
-        wrong=wrong,
-        alike=[version for version, (one, other) in pairs if not differences(one, other)],
-    )

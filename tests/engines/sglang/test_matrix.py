@@ -5,7 +5,7 @@ from typing import Final
 import pytest
 
 from tests.engines.families import FAMILIES, checkpoint
-from tests.engines.matrix import Held, Row, examine, examine_many
+from tests.engines.matrix import Row, examine, examine_many
 from tests.engines.sglang.fresh import load_fresh
 from tests.engines.two_ranks import two_ranks
 from tests.engines.unusual import UNUSUAL
@@ -57,24 +57,10 @@ WHOLE: Final = "whisper"
 """SGLang's loader of it takes nothing but the whole checkpoint."""
 
 SEEN: Final = (
-    "mimo",
-    "minicpm",
-    "xverse",
-    "orion",
-    "internlm2",
-    "sdar",
-    "gemma2_sequences",
-    "qwen2_sequences",
-    "qwen3_sequences",
-    "qwen3_bare",
-    "mistral_bare",
-    "mellum",
-    "dots1",
-    "granite_swa",
-    "persimmon",
-    "qwen2_5_vl",
-    "glm4v",
-)
+    "mimo", "minicpm", "xverse", "orion", "internlm2", "sdar", "gemma2_sequences",
+    "qwen2_sequences", "qwen3_sequences", "qwen3_bare", "mistral_bare", "mellum", "dots1",
+    "granite_swa", "persimmon", "qwen2_5_vl", "glm4v",
+)  # fmt: skip
 """Of those that no other table names: SGLang loads these on a CPU."""
 
 OTHERS: Final = [name for name in UNUSUAL if name not in STRANGE and name != WHOLE]
@@ -94,8 +80,19 @@ def test_tensors_of_unusual_families_are_followed_or_unused(family: str) -> None
 
 
 @pytest.mark.slow
-def test_experts_that_sglang_does_not_load_are_unused() -> None:
-    assert Row(**examine(0, "llama4_text")).checked().classes == {"in_place": 23, "unused": 4}
+@pytest.mark.parametrize(
+    ("family", "classes"),
+    [
+        pytest.param(
+            "llama4_text", {"in_place": 23, "unused": 4}, id="experts that it never loads"
+        ),
+        pytest.param("afmoe", {"in_place": 44, "loaded": 1}, id="experts that view one storage"),
+        pytest.param("minicpm3", {"repacked": 27}, id="a layer that its loader drops"),
+    ],
+)
+def test_tensors_that_go_another_way(family: str, classes: dict[str, int]) -> None:
+    row = Row(**examine(0, family)).checked(followed=True)
+    assert row.classes == classes
 
 
 @pytest.mark.slow
@@ -107,33 +104,19 @@ def test_what_is_loaded_whole_or_not_at_all_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_experts_that_view_one_storage_are_told_apart() -> None:
-    assert Row(**examine(0, "afmoe")).checked().classes == {"in_place": 44, "loaded": 1}
-
-
-@pytest.mark.slow
-def test_a_layer_that_the_loader_drops_is_made_again_beside_the_model() -> None:
-    row = Row(**examine(0, "minicpm3")).checked()
-    assert (row.refused, row.classes) == ("", {"repacked": row.tensors})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*UNKNOWN, *STRANGE])
 def test_what_is_left_out_can_not_be_loaded(family: str) -> None:
     with pytest.raises({**UNKNOWN, **STRANGE}[family]):
         load_fresh(checkpoint(family))
 
 
-@pytest.mark.slow
-def test_two_ranks() -> None:
-    for rows in two_ranks("tests.engines.matrix:examine_two", *TWO, deadline_s=600):
-        for row in rows:
-            assert Row(**row).checked().classes == {"in_place": row["tensors"]}
-
-
-def test_some_families_on_two_ranks() -> None:
-    families = ("qwen3", "llama_v500", "qwen3_moe")
-    for rows in two_ranks("tests.engines.matrix:examine_two", *families):
+@pytest.mark.parametrize(
+    "families",
+    [("qwen3", "llama_v500", "qwen3_moe"), pytest.param(TWO, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_two_ranks(families: tuple[str, ...]) -> None:
+    for rows in two_ranks("tests.engines.matrix:examine_two", *families, deadline_s=600):
         for row in rows:
             assert Row(**row).checked().classes == {"in_place": row["tensors"]}
 
@@ -145,7 +128,4 @@ def test_thirty_versions_on_one_rank_and_on_two(family: str) -> None:
     rows = [examine_many(0, family, 1, 30)]
     rows += two_ranks("tests.engines.matrix:examine_many", family, 2, 30, deadline_s=600)
     for row in rows:
-        held = Held(**row)
-        assert "refused" not in held.classes
-        assert (held.versions, held.proven) == (30, 30)
-        assert (held.wrong, held.alike) == ([], [])
+        assert Row(**row).checked(followed=True).alike == []

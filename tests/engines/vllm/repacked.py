@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
+from deltachain.disjoint_sets import join_sets
 from deltachain.replica.layout.module_members import Members, numbers_in
 from deltachain.replica.rank import Rank
 from tests.engines.families import checkpoint
-from tests.engines.matrix import attached, changed, copied, deltas, differences, live
+from tests.engines.matrix import attached, changed, computed, copied, deltas, differences, live
 from tests.engines.vllm.fresh import known, load_in_context
 from tests.support.spools import spool_of
 
@@ -37,8 +38,7 @@ def everything(engine: Any, model: nn.Module) -> dict[str, Tensor]:
     found = copied(live(model))
     for name, module in model.named_modules():
         found |= {f"{name}.{key}": torch.tensor(one) for key, one in numbers_in(module)}
-    outputs = engine.compute(frozenset(engine.modules()))
-    return found | {f"{name}()": output for name, output in copied(outputs).items()}
+    return found | computed(engine, model)
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def served(family: str, scratch: Path, **arguments: Any) -> Iterator[Served]:
         yield Served(rank, engine, model, Checkpoint(before), after)
 
 
-def fresh(folder: Path, **arguments: Any) -> dict[str, Tensor]:
-    with load_in_context(folder, plain_linears=False, **arguments) as (config, model):
+def fresh(folder: Path, **how: Any) -> dict[str, Tensor]:
+    with load_in_context(folder, **{"plain_linears": False, **how}) as (config, model):
         return everything(known(config, model), model)
 
 
@@ -70,26 +70,25 @@ def examine(rank: int, family: str, tp: int = 1, *, plain: bool = False) -> dict
     with tempfile.TemporaryDirectory() as scratch:
         one = load_file(before / WEIGHTS_FILE)
         other = {name: _other(name, tensor) for name, tensor in one.items()}
-        after = _write(before, other, Path(scratch) / "after")
-        fresh = _fresh(after, how)
+        wanted = fresh(_write(before, other, Path(scratch) / "after"), **how)
         with load_in_context(before, **how) as (config, model):
             engine = known(config, model)
-            at_first = _everything(config, model)
-            groups = _groups(engine, Checkpoint(before))
+            at_first = everything(engine, model)
+            groups = _groups(engine, one)
             every = sorted(layer for layers, _ in groups for layer in layers)
             _repack(engine, every, other.items())
-            found["all"] = differences(fresh, _everything(config, model))
+            found["all"] = differences(wanted, everything(engine, model))
             _repack(engine, every, one.items())
-            found["back"] = differences(at_first, _everything(config, model))
+            found["back"] = differences(at_first, everything(engine, model))
             some = groups[::2]
             names = {name for _, those in some for name in those}
             mixed = {n: other[n] if n in names else one[n] for n in one}
             for layers, those in some:
                 _repack(engine, layers, [(n, other[n]) for n in one if n in those])
-            now = _everything(config, model)
-        fresh = _fresh(_write(before, mixed, Path(scratch) / "mixed"), how)
-        found["some"] = differences(fresh, now)
-        found["tried"] = sum(name.endswith("()") for name in fresh)
+            now = everything(engine, model)
+        wanted = fresh(_write(before, mixed, Path(scratch) / "mixed"), **how)
+        found["some"] = differences(wanted, now)
+        found["tried"] = sum(name.endswith("()") for name in wanted)
     return found
 
 
@@ -124,31 +123,8 @@ def _write(before: Path, tensors: Mapping[str, Tensor], folder: Path) -> Path:
     return folder
 
 
-def _fresh(folder: Path, how: Any) -> dict[str, Tensor]:
-    with load_in_context(folder, **how) as (config, model):
-        return _everything(config, model)
-
-
-def _everything(config: Any, model: torch.nn.Module) -> dict[str, Tensor]:
-    engine = known(config, model)
-    outputs = engine.compute(frozenset(engine.modules()))
-    return copied(live(model)) | {f"{name}()": output for name, output in outputs.items()}
-
-
-def _groups(engine: Any, files: Checkpoint) -> list[tuple[set[str], set[str]]]:
-    from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415
-
-    meta = {
-        name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
-        for name, spec in files.specs.items()
-    }
-    into = engine.layers(meta)
-    groups: list[tuple[set[str], set[str]]] = []
-    for name, layers in into.items():
-        joined = [g for g in groups if g[0] & layers]
-        rest = [g for g in groups if not g[0] & layers]
-        merged: tuple[set[str], set[str]] = (set(layers), {name})
-        for more, names in joined:
-            merged = (merged[0] | more, merged[1] | names)
-        groups = [*rest, merged]
-    return groups
+def _groups(engine: Any, tensors: Mapping[str, Tensor]) -> list[tuple[set[str], set[str]]]:
+    """Layers and tensors that are loaded together."""
+    into = engine.layers({name: tensor.to("meta") for name, tensor in tensors.items()})
+    joined = join_sets([name, *layers] for name, layers in into.items())
+    return [({*one} - {*into}, {*one} & {*into}) for one in joined]

@@ -52,21 +52,10 @@ QUICK = ("llama_kv_scales", "whisper")
 that is tied to a plain embedding."""
 
 UNUSUAL_ON_TWO = (
-    "phi",
-    "deepseek_v3_mtp",
-    "llama_gptq",
-    "gemma3n",
-    "solar_open",
-    "falcon_h1",
-    "llama_kv_scales",
-    "glm4_moe_lite",
-    "granitemoehybrid",
-    "llama_inv_freq",
-    "lfm2_moe",
-    "qwen3_tokens",
-    "modernbert",
-    "afmoe",
-)
+    "phi", "deepseek_v3_mtp", "llama_gptq", "gemma3n", "solar_open", "falcon_h1",
+    "llama_kv_scales", "glm4_moe_lite", "granitemoehybrid", "llama_inv_freq", "lfm2_moe",
+    "qwen3_tokens", "modernbert", "afmoe",
+)  # fmt: skip
 
 
 def right(row: dict[str, Any], *, followed: bool = False) -> Row:
@@ -83,13 +72,7 @@ def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_packed_linears_too(family: str) -> None:
-    right(examine(0, family, plain=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_followed_in_a_stock_engine(family: str) -> None:
-    right(examine(0, family, plain=False), followed=True)
+    right(examine(0, family, plain=False), followed=family in EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +110,23 @@ def test_experts_are_followed_where_nothing_packs_them(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks() -> None:
-    for rows in two_ranks("tests.engines.matrix:examine_two", *TWO, deadline_s=600):
-        for row in rows:
-            assert not right(row).refused
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", UNUSUAL_ON_TWO)
 def test_unusual_families_on_two_ranks(family: str) -> None:
     for (row,) in two_ranks("tests.engines.matrix:examine_two", family):
         right(row, followed=True)
 
 
-def test_one_family_on_two_ranks() -> None:
-    for rows in two_ranks("tests.engines.matrix:examine_two", "qwen3", "llama_v500"):
+@pytest.mark.parametrize(
+    "families",
+    [("qwen3", "llama_v500"), pytest.param(TWO, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_two_ranks(families: tuple[str, ...]) -> None:
+    for rows in two_ranks("tests.engines.matrix:examine_two", *families, deadline_s=600):
         for row in rows:
-            assert right(row).classes == {"in_place": row["tensors"]}
+            found = right(row)
+            assert not found.refused
+            assert families == TWO or found.classes == {"in_place": row["tensors"]}
 
 
 @pytest.mark.parametrize("what", ["experts", "norm", "bias", ""])
