@@ -42,15 +42,14 @@ def _family(name: str, model_type: str, auto: str = "AutoModelForCausalLM", **mo
     return Family(name, model_type, MappingProxyType({**_WORDS, **more}), auto)
 
 
-def _as(
-    base: str,
-    name: str,
-    architecture: str,
-    edit: Callable[[Tensors], Tensors] | None = None,
-    **said: Any,
+def _and(
+    base: str, name: str, edit: Callable[[Tensors], Tensors] | None = None, **said: Any
 ) -> Family:
-    said = {"architectures": [architecture], **said}
     return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
+
+
+def _as(base: str, name: str, architecture: str, *edit: Any, **said: Any) -> Family:
+    return _and(base, name, *edit, architectures=[architecture], **said)
 
 
 def _seeing_more(name: str, model_type: str, **vision: Any) -> Family:
@@ -128,11 +127,9 @@ _ALL_MORE: Final = (
     _family("dots1", "dots1", head_dim=32, n_routed_experts=4, n_shared_experts=1,
             first_k_dense_replace=1, n_group=1, topk_group=1, **_MOE),
     _family("persimmon", "persimmon", num_key_value_heads=4),
-    _family("laguna", "laguna", head_dim=32, num_experts=4, **_MOE),
     # Other senses.
     _seeing_more("qwen2_5_vl", "qwen2_5_vl", fullatt_block_indexes=[1], window_size=56),
     _seeing_more("glm4v", "glm4v", image_size=28),
-    _seeing_more("glm_ocr", "glm_ocr", image_size=28),
 )  # fmt: skip
 
 MORE: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL_MORE})
@@ -233,10 +230,6 @@ def _seeing(name: str, model_type: str, text: str, sight: Mapping[str, Any], **m
     return Family(name, model_type, MappingProxyType(config), "AutoModelForImageTextToText")
 
 
-def _and(base: str, name: str, edit: Callable[[Tensors], Tensors], **said: Any) -> Family:
-    return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
-
-
 def _wide(base: str, name: str) -> Family:
     """A family with latent attention as wide as that of real ones: kernels know no other width.
 
@@ -312,29 +305,12 @@ _ALL: Final = (
     _family("llama_sequences", "llama", "AutoModelForSequenceClassification"),
     _family("modernbert", "modernbert", "AutoModelForSequenceClassification"),
     _family("phi", "phi", num_key_value_heads=4),
-    Family(
-        "whisper",
-        "whisper",
-        MappingProxyType(
-            {
-                "vocab_size": 512,
-                "d_model": 128,
-                "encoder_layers": 2,
-                "decoder_layers": 2,
-                "encoder_attention_heads": 4,
-                "decoder_attention_heads": 4,
-                "encoder_ffn_dim": 256,
-                "decoder_ffn_dim": 256,
-                "max_source_positions": 64,
-                "max_target_positions": 128,
-                "pad_token_id": 0,
-                "bos_token_id": 2,
-                "eos_token_id": 1,
-                "decoder_start_token_id": 2,
-            }
-        ),
-        "AutoModelForSpeechSeq2Seq",
-    ),
+    Family("whisper", "whisper", MappingProxyType({
+        "vocab_size": 512, "d_model": 128, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256,
+        "decoder_ffn_dim": 256, "max_source_positions": 64, "max_target_positions": 128,
+        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 2,
+    }), "AutoModelForSpeechSeq2Seq"),
     # Served on CPUs.
     _wide("deepseek_v3", "deepseek_v3_wide"),
     # Tensors that nobody loads.
