@@ -5,7 +5,6 @@ an attached one makes an anchor by itself, all but its record; a newcomer joins 
 is done as in a training or serving process, with all threads.
 """
 
-import mmap
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deltachain.codec.frames import FRAME, deflate_stream, inflate
-from deltachain.format.keys import digest_of_pieces
-from deltachain.kernels import host
+from deltachain.codec.frames import FRAME, deflate_stream
 from deltachain.publish import Publisher
 from deltachain.publish.session import Attempt, EdgeShare, Session
 from deltachain.subscribe import Subscriber
@@ -40,14 +37,8 @@ ROUNDS: Final = 5
 ATTACH: Final = "attach with first anchor"
 ANCHOR: Final = "anchor by itself"
 NEWCOMER: Final = "newcomer"
-TOUCH: Final = "floor: first touch of fresh memory for the weights"
-COPY: Final = "floor: copy of the weights"
-STATE: Final = "floor: state digest of the weights"
 ZSTD: Final = "floor: zstd of the high bytes"
-INFLATE: Final = "floor: inflation of the high bytes"
-DIGEST: Final = "floor: blake3 of the anchor"
 WRITE: Final = "floor: write of the anchor"
-READ: Final = "floor: read of the anchor"
 """Floors are of one thread, as core-seconds: each pass is needed, and all threads share them."""
 
 
@@ -98,26 +89,16 @@ class Bench:
     def candidates(self) -> list[Candidate]:
         weights = [parameter.detach() for parameter in self.model.parameters()]
         bits = [weight.view(-1).view(torch.int16).numpy() for weight in weights]
-        copies = [np.zeros_like(array) for array in bits]
         high = np.concatenate([array.view(np.uint8)[1::2] for array in bits])
         parts = [(self._folder / "kept" / part.key).read_bytes() for part in self.share.edge.parts]
         new, anchors = self._folder / "new", self._folder / "kept" / "anchors"
         kept = {path.name for path in anchors.iterdir()}
-        stored = self._folder / "stored"
-        stored.write_bytes(b"".join(parts))
-        frames = [deflate_stream(high[at : at + FRAME].data) for at in range(0, high.size, FRAME)]
         return [
             Candidate(ATTACH, self.attach, partial(shutil.rmtree, new, ignore_errors=True)),
             Candidate(ANCHOR, self.anchor, partial(_remove_others, anchors, kept)),
             Candidate(NEWCOMER, self.join, self.prepare_newcomer),
-            Candidate(TOUCH, partial(_touch, self.nbytes)),
-            Candidate(COPY, partial(_copy, bits, copies)),
-            Candidate(STATE, partial(_state, bits)),
             Candidate(ZSTD, partial(_compress, high)),
-            Candidate(INFLATE, partial(_inflate, frames, high.size)),
-            Candidate(DIGEST, partial(_digest, parts)),
             Candidate(WRITE, partial(_write, self._folder / "written", parts)),
-            Candidate(READ, partial(_read, stored)),
         ]
 
 
@@ -127,33 +108,9 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
             shutil.rmtree(path)
 
 
-def _touch(nbytes: int) -> None:
-    np.empty(nbytes, np.uint8)[:: mmap.PAGESIZE] = 1  # too large for the allocator to keep
-
-
-def _copy(sources: Sequence[Any], copies: Sequence[Any]) -> None:
-    for source, copy in zip(sources, copies, strict=True):
-        np.copyto(copy, source)
-
-
 def _compress(plane: Any) -> None:
     for at in range(0, plane.size, FRAME):
         deflate_stream(plane[at : at + FRAME].data)
-
-
-def _state(weights: Sequence[Any]) -> None:
-    for bits in weights:
-        host.digest((1, 2), bits.view(np.uint16))
-
-
-def _inflate(frames: Sequence[bytes], nbytes: int) -> None:
-    for at, frame in zip(range(0, nbytes, FRAME), frames, strict=True):
-        inflate(frame, min(FRAME, nbytes - at))
-
-
-def _digest(parts: Sequence[bytes]) -> None:
-    for part in parts:
-        digest_of_pieces([part])
 
 
 def _write(path: Path, parts: Sequence[bytes]) -> None:
@@ -163,13 +120,6 @@ def _write(path: Path, parts: Sequence[bytes]) -> None:
         out.flush()
         os.fsync(out.fileno())
     path.unlink()
-
-
-def _read(path: Path) -> None:
-    piece = memoryview(bytearray(FRAME))
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(piece):
-            pass
 
 
 def rows(timings: Timings, nbytes: int) -> list[dict[str, Any]]:

@@ -34,9 +34,6 @@ TENSORS: Final = 16
 NUMEL: Final = 1 << 22
 DENSITY: Final = 0.012
 ROUNDS: Final = 20
-SMALL: Final = 18_000
-SMALL_NUMEL: Final = 4096
-SMALL_ROUNDS: Final = 4
 BARE: Final = "torch index_copy_, bare"
 SWAP: Final = "swap"
 UNDO: Final = "undo"
@@ -167,24 +164,6 @@ def count_bytes(scene: Scene) -> dict[str, float]:
     return {name: nbytes / scene.nnz for name, nbytes in sizes.items()}
 
 
-def measure_small(tensors: int, numel: int, density: float, rounds: int) -> dict[str, float]:
-    scene = Scene.generate(tensors, numel, density)
-    with one_core():
-        patches = scene.check()
-        candidates = [
-            Candidate(STAGE, scene.stage, scene.put_old),
-            Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
-        ]
-        timings = round_robin(candidates, rounds)
-    return {
-        "tensors": tensors,
-        "numel": scene.numel,
-        "nnz": scene.nnz,
-        "stage_us": timings.best(STAGE) / tensors * 1e6,
-        "swap_us": timings.best(SWAP) / tensors * 1e6,
-    }
-
-
 def run() -> Mapping[str, Any]:
     say(f"{TENSORS} tensors of {NUMEL / 1e6:.1f} M elements, {DENSITY:.2%} changed")
     scene = Scene.generate(TENSORS, NUMEL, DENSITY)
@@ -194,7 +173,6 @@ def run() -> Mapping[str, Any]:
         times = None if name in (STAGE, WHOLE) else 1 / timings.ratio(name, BARE)
         row = report.speeds(name, timings, 2 * scene.numel)
         rows.append(row | {"ns": row["best_s"] / scene.nnz * 1e9, "times_bare": times})
-    say(f"{SMALL} tensors of {SMALL_NUMEL} elements")
     return {
         "benchmark": "apply",
         "numel": scene.numel,
@@ -203,7 +181,6 @@ def run() -> Mapping[str, Any]:
         "rounds": ROUNDS,
         "rows": rows,
         "bytes_a_change": count_bytes(scene),
-        "small": measure_small(SMALL, SMALL_NUMEL, DENSITY, SMALL_ROUNDS),
         "machine": report.machine(),
     }
 
@@ -219,8 +196,5 @@ def main(*, json_output: bool) -> int:
     places = {"wire": "on the wire", "host": "on the host", "device": "to weights on a device"}
     for name, place in places.items():
         counts.add_row(place, f"{result['bytes_a_change'][name]:.2f}")
-    many = report.grid(f"{SMALL} tensors of {SMALL_NUMEL} elements", "", "us a tensor")
-    for name in ("stage", "swap"):
-        many.add_row(name, f"{result['small'][f'{name}_us']:.1f}")
-    report.emit(result, [table, counts, many], json_output=json_output)
+    report.emit(result, [table, counts], json_output=json_output)
     return 0
