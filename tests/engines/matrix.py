@@ -296,7 +296,7 @@ def gather(mine: Any, tp: int) -> list[Any]:
 def _row(
     family: str, specs: Mapping[str, TensorSpec], agreement: Agreement | None, **found: Any
 ) -> Row:
-    usual = {"undone_wrong": [], "digest": True, "refused": "", "alike": []}
+    usual: dict[str, Any] = {"undone_wrong": [], "digest": True, "refused": "", "alike": []}
     reasons = agreement.reasons if agreement else {}
     return Row(
         family=family,
