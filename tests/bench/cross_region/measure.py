@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from rich.table import Table
@@ -70,8 +71,13 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.stop(STOP_S if kind is None else FAILED_STOP_S)
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop(STOP_S if exc is None else FAILED_STOP_S)
 
     def order(self, **values: Any) -> None:
         pipe = self._process.stdin

@@ -256,10 +256,12 @@ class Replay(torch.optim.Optimizer):
     def __init__(self, scene: Scene, flat: np.ndarray[Any, np.dtype[np.uint16]]) -> None:
         super().__init__(list(scene.tensors(flat).values()), {})
         self._scene, self._flat = scene, flat
+        self._version = 0
         self._next = scene.change(1)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         self._flat[self._next.indices] = self._next.bits
+        self._version += 1
 
     def prepare(self, version: int) -> None:
         self._next = self._scene.change(version)
