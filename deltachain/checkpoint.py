@@ -136,19 +136,17 @@ def find_weights(path: Path) -> WeightFiles:
 
 def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the index of a folder: the model's, or the only one of a folder without ``model*``."""
-    if (path / INDEX_FILE).is_file() and not _is_stale(path / INDEX_FILE, there):
-        return INDEX_FILE, _read_index(path / INDEX_FILE)
+    if (path / INDEX_FILE).is_file():
+        places = _read_index(path / INDEX_FILE)
+        # Else an earlier save left the index: `from_pretrained` reads the whole file.
+        if WEIGHTS_FILE not in there or set(places.values()) == {WEIGHTS_FILE}:
+            return INDEX_FILE, places
     sets = _sets(there)
     if WEIGHTS_FILE in sets or _MODEL_SHARDS in sets or ADAPTER_FILE in sets:
         return "", {}
     read = ((file.name, _read_index(file)) for file in path.glob("[!.]*.safetensors.index*.json"))
     found = [(name, places) for name, places in read if not set(there).isdisjoint(places.values())]
     return found[0] if len(found) == 1 else ("", {})
-
-
-def _is_stale(index: Path, there: Sequence[str]) -> bool:
-    """Return whether an earlier save left the index: ``from_pretrained`` reads the whole file."""
-    return WEIGHTS_FILE in there and set(_read_index(index).values()) != {WEIGHTS_FILE}
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -192,8 +192,10 @@ class MetricsServer(Closeable):
                 hint="pip install 'deltachain[server]'",
             ) from exc
         app = partial(_answer, make_wsgi_app(_registry(partial(_all, source, unready))), unready)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server: type[WSGIServer] = type("_FamilyServer", (_Server,), {"address_family": family})
         try:
-            self._server = make_server(host, port, app, _server_class(host), _Request)
+            self._server = make_server(host, port, app, server, _Request)
         except OSError as exc:
             raise ConfigError(
                 f"metrics cannot be served at {host}:{port}: {exc.strerror or exc}",
@@ -233,11 +235,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 def _all(source: FigureSource, unready: Callable[[], str]) -> Iterator[Figure]:
     yield from source()
     yield from figures({"ready": not unready()})
-
-
-def _server_class(host: str) -> type[WSGIServer]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return type("_FamilyServer", (_Server,), {"address_family": family})
 
 
 class _Request(WSGIRequestHandler):

@@ -70,7 +70,8 @@ class NameRegistry(Generic[_T]):
         try:
             self.register(self._load(name, entry_points))
         except Exception as exc:  # noqa: BLE001 - another package's import may raise anything
-            packages = ", ".join(_package(entry_point) for entry_point in entry_points)
+            dists = [entry_point.dist for entry_point in entry_points]
+            packages = ", ".join(f"{one.name} {one.version}" if one else "?" for one in dists)
             what = f"{self._kind.__name__.lower()} {name!r} of {packages}"
             why = f"{type(exc).__name__}: {exc.args[0] if exc.args else ''}"
             self._failures[name] = f"{what} does not load: {why}"
@@ -99,7 +100,3 @@ class NameRegistry(Generic[_T]):
             article = "an" if kind[0] in "AEIOU" else "a"
             raise ConfigError(f"{entry_points[0].value} is not {article} {kind} of that name")
         return found
-
-
-def _package(entry_point: "EntryPoint") -> str:
-    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "?"

@@ -99,7 +99,9 @@ class KnownEdges:
         self, version: Version, added: Iterable[EdgeSummary] = ()
     ) -> tuple[tuple[EdgeSummary, ...], Version]:
         """Return the edges to list in the manifest of ``version``, and its ``window_from``."""
-        is_short = _are_small(self.edges) and version % VERSIONS_LISTED != 0
+        deltas = [edge.nbytes for edge in self.edges if edge.base == edge.version - 1]
+        are_small = sum(deltas) <= SMALL_DELTA * len(deltas)
+        is_short = are_small and version % VERSIONS_LISTED != 0
         first = max(self.first, window_from(version, is_short=is_short))
         return _listed((*self.edges, *added), first), first
 
@@ -136,11 +138,6 @@ def _listed(known: Iterable[EdgeSummary], first: Version) -> tuple[EdgeSummary, 
     edges = sorted({edge_id(edge): edge for edge in known}.values(), key=edge_id)
     from_nothing = [edge for edge in edges if edge.base is None][-ANCHORS_LISTED:]
     return tuple(edge for edge in edges if edge.version >= first or edge in from_nothing)
-
-
-def _are_small(edges: Iterable[EdgeSummary]) -> bool:
-    deltas = [edge.nbytes for edge in edges if edge.base == edge.version - 1]
-    return sum(deltas) <= SMALL_DELTA * len(deltas)
 
 
 REQUEST_NBYTES: Final = 1 << 18

@@ -314,7 +314,8 @@ class Lane:
         if not spans:
             return
         if self._arena is None:
-            self._arena = self._room(self._capacity())
+            share = max(SMALLEST_ROOM, self.numel // ROOM_SHARE)
+            self._arena = self._room(min(self.numel, share) or SMALLEST_ROOM)
         batch = self._enqueue(spans, self._arena, self._header)
         self._launched.append(batch)
         self._header = batch.placed.header
@@ -339,9 +340,6 @@ class Lane:
         if grown > self._arena.offsets.numel():
             self._arena = None  # first gone, then made anew
             self._arena = self._room(grown)
-
-    def _capacity(self) -> int:
-        return min(self.numel, max(SMALLEST_ROOM, self.numel // ROOM_SHARE)) or SMALLEST_ROOM
 
     def _room(self, capacity: int) -> Arena:
         dtype, old = INT_DTYPES[self.kind.width], self.kind.resident

@@ -56,14 +56,12 @@ def _folded(
     if delta.is_dense:
         return Change(delta, host.digest(digest_key(delta.spec), delta.values))
     steps = not delta.absolute.any()
-    changes = [change for row, change in rows if change is not None and _is_sparse(row)]
+    changes = [
+        change for row, change in rows if change is not None and ENCODINGS.get(row.encoding).sparse
+    ]
     if len(changes) == len(rows) and (steps or delta.absolute.all()):
         return Change(delta, sum(changes, StateDigest()))
     return _steps(delta, old(name))
-
-
-def _is_sparse(row: TensorRow) -> bool:
-    return ENCODINGS.get(row.encoding).sparse
 
 
 def _steps(delta: TensorDelta, old: Bits) -> Change | None:
@@ -130,7 +128,8 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
     """Upload all bits of a version, and record them as an anchor; an existing record is kept."""
     check_write_access(chain)
     _refuse_closed(chain, target)
-    edge = _upload(chain.store, "anchor", target, changes, _anchor_limit(chain))
+    limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
+    edge = _upload(chain.store, "anchor", target, changes, limit)
     return chain.add_edge(target, edge, base_state="")
 
 
@@ -177,10 +176,6 @@ def _wrong(what: str, found: StateDigest, target: Committed) -> DigestMismatchEr
     return DigestMismatchError(
         f"{what} to version {target.version}", expected=str(target.state), actual=str(found)
     )
-
-
-def _anchor_limit(chain: Chain) -> int:
-    return anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
 
 
 def _upload(

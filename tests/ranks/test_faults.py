@@ -3,6 +3,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,11 @@ def test_a_rank_that_stalls_is_named_and_the_next_version_covers_it(
     rank: int, url: str, folder: str
 ) -> None:
     slow = [Fault("slow", "deltas/", nth=2, seconds=3 * DEADLINE_S)] if rank == 1 else []
-    settings = {"when_busy": "wait", "on_error": "warn", "deadline_s": DEADLINE_S}
+    settings: dict[str, Any] = {
+        "when_busy": "wait",
+        "on_error": "warn",
+        "deadline_s": DEADLINE_S,
+    }
     with Training(url, store=faulty(url, *slow), **settings) as training:
         errors = [training.publish(number).exception(60) for number in range(4)]
         names = [type(error).__name__ for error in errors]
@@ -186,7 +191,7 @@ def test_steps_after_the_last_version_are_published_at_the_end(
 ) -> None:
     training = Training(url)
     model, optimizer = training.model, training.optimizer
-    settings = {"url": url, "dtype": "BF16", "deadline_s": 60}
+    settings: dict[str, Any] = {"url": url, "dtype": "BF16", "deadline_s": 60}
     attachment = deltachain.attach(model, optimizer, every_steps=2, **settings)
     for number in range(3):
         training.train(number)

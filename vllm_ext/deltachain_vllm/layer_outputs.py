@@ -213,9 +213,7 @@ def _take(weight: object) -> Columns | None:
         exact.append(torch.float32)
     if not isinstance(weight, Tensor) or weight.is_meta or weight.dtype not in exact:
         return None
-    if weight.ndim != 2 or not weight.numel():
-        return None
-    if not all(end.isfinite() for end in weight.aminmax()):  # a NaN is both ends
+    if weight.ndim != 2 or not weight.numel() or not all(map(torch.isfinite, weight.aminmax())):
         return None
     width = weight.shape[1]
     drawn = torch.Generator()  # no shared random state changes

@@ -53,8 +53,7 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     """
     if tensor.dtype is torch.bool:
         return tensor.logical_not_()
-    bits = bits_of(tensor).numpy()
-    words = bits.view(f"i{bits.itemsize}")
+    words = bits_of(tensor).numpy().view(f"i{tensor.itemsize}")
     grid, (unit, change) = words.reshape(tensor.shape), _change_of(tensor.dtype)
     lines = [dim for dim in (-2, -1) if grid.ndim >= -dim and grid.shape[dim] > 1]
     before = {dim: grid.take(-1, dim).ravel() for dim in lines}
@@ -83,11 +82,8 @@ def _steps(numel: int, word: npt.DTypeLike, unit: int, turn: int) -> npt.NDArray
     return ((1 + (drawn + turn) % 3) * unit).numpy().astype(word)
 
 
-Change: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], object]
-
-
 @cache
-def _change_of(dtype: torch.dtype) -> tuple[int, Change]:
+def _change_of(dtype: torch.dtype) -> tuple[int, Callable[..., object]]:
     """Return a unit, and a function that changes words in place by multiples of it."""
     if not dtype.is_floating_point or dtype is torch.float8_e8m0fnu:
         return 1, lambda words, steps: np.bitwise_xor(words, steps, out=words)

@@ -348,6 +348,25 @@ def test_a_foreign_write_is_refused_and_then_healed(followed: Build, shape: str,
     assert here.subscriber.scrub()
 
 
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [("tp2", "layers.0.o.weight"), ("tp2", "norm.weight"), ("untied", "head.weight")],
+)
+def test_a_scrub_finds_a_foreign_write(followed: Build, shape: str, name: str) -> None:
+    here = followed(SHAPES[shape])
+    here.publish(1)
+    here.subscriber.update()
+    assert here.subscriber.scrub()
+    here.scribble(0, name)
+    assert not here.subscriber.scrub()
+    assert here.subscriber.poisoned
+    here.engine.events.clear()
+    here.subscriber.update()
+    assert here.holds(1)
+    assert here.engine.events == ["pause", "write", "name 1", "resume"], "its caches are void"
+    assert here.subscriber.scrub()
+
+
 @pytest.mark.parametrize("tell", ["stage", "scrub"])
 def test_tensors_that_the_engine_replaced_are_found_again_and_healed(
     followed: Build, tell: str

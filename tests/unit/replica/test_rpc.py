@@ -304,6 +304,10 @@ def test_nothing_is_done_before_it_is_attached(bare: RankService, request_: Rank
     assert refused(bare.handle(request_), "ApplyError").message == "rank 0 is not attached"
 
 
+def test_every_request_has_a_handler(rank: RankService) -> None:
+    assert set(rank._handlers) == set(typing.get_args(AnyRequest))
+
+
 def test_an_agreement_about_fewer_ranks_is_refused(rank: RankService) -> None:
     refused(rank.handle(AgreeRequest(classes={}, holders=(), compared=frozenset())), "ApplyError")
 

@@ -27,15 +27,15 @@ NO_BUCKETS = (
     *("hf://user:hushhush@buckets/me/b", "hf://buckets/me/b/../x", "hf://buckets/me/b/a//x"),
     "hf://buckets/me/b c/x",
 )
-BAD_OPTIONS: tuple[dict[str, object], ...] = (
-    *({"tokens": "x"}, {"token": 5}, {"calls": 0}, {"calls": "many"}, {"window_s": 0}),
-    *({"deadline_s": True}, {"deadline_s": "1"}, {"s3_key": "alone"}, {"s3_secret": "hushhush"}),
+BAD_OPTIONS: tuple[tuple[str, object], ...] = (
+    *(("tokens", "x"), ("token", 5), ("calls", 0), ("calls", "many"), ("window_s", 0)),
+    *(("deadline_s", True), ("deadline_s", "1"), ("s3_key", "alone"), ("s3_secret", "hushhush")),
 )
 
 
 @pytest.mark.parametrize(
     ("url", "options"),
-    [*((url, {}) for url in NO_BUCKETS), *((BUCKET, options) for options in BAD_OPTIONS)],
+    [*((url, {}) for url in NO_BUCKETS), *((BUCKET, {name: value}) for name, value in BAD_OPTIONS)],
     ids=str,
 )
 def test_wrong_url_or_option_is_refused_without_its_value(

@@ -59,7 +59,7 @@ BOMB = gzip.compress(bytes(65 << 20), 1)
 """More than any document."""
 FIND, LOOKS = ("find",), ("find", "list")
 OF_ANOTHER_KIND = (b"<html>", b"{}", b"7", b"", b"[" * 100_000)
-NO_ROWS = ({}, [], 7, {**ROW, "size": "many"}, {**ROW, "path": None})
+NO_ROWS: tuple[object, ...] = ({}, [], 7, {**ROW, "size": "many"}, {**ROW, "path": None})
 
 UNBELIEVED: list[tuple[Answer, tuple[str, ...], str]] = [
     *[

@@ -308,7 +308,8 @@ def _scratch(spans: int) -> SegmentScratch:
         "positions": (SPAN * spans, np.int64),
         "steps": (SPAN * spans, np.uint64),
     }
-    sizes = [_aligned(count * np.dtype(kind).itemsize) for count, kind in rooms.values()]
+    needed = [count * np.dtype(kind).itemsize for count, kind in rooms.values()]
+    sizes = [nbytes + -nbytes % _LINE for nbytes in needed]
     piece = np.empty(sum(sizes) + _LINE, np.uint8)
     at = -piece.ctypes.data % _LINE
     found: dict[str, Any] = {}
@@ -320,7 +321,3 @@ def _scratch(spans: int) -> SegmentScratch:
     starts = np.zeros((classes, spans + 1), np.int64)
     tile = TileClasses(found.pop("members"), found.pop("before"), starts)
     return SegmentScratch(spans=spans, tile=tile, **found)
-
-
-def _aligned(nbytes: int) -> int:
-    return nbytes + -nbytes % _LINE
