@@ -186,10 +186,7 @@ class Arm(DiffArm, LiveArm, Protocol):
 def check_diff(arm: DiffArm) -> None:
     """Indices, old and new bits, and the snapshot afterwards."""
     for before, current in pairs():
-        snapshot, expected_snapshot = before.copy(), before.copy()
-        expected = reference.diff_(expected_snapshot, current)
-        _equal(expected, arm.diff_(snapshot, current))
-        _equal((expected_snapshot,), (snapshot,))
+        _same_diff(reference.diff_, arm.diff_, before, current)
 
 
 def check_cast_diff(arm: DiffArm) -> None:
@@ -202,10 +199,7 @@ def check_cast_diff(arm: DiffArm) -> None:
     master = bits.view(np.float32)
     snapshot = reference.cast_bf16(master)
     snapshot[rng.random(snapshot.size) < 0.02] ^= np.uint16(3)
-    expected_snapshot = snapshot.copy()
-    expected = reference.cast_diff_(expected_snapshot, master)
-    _equal(expected, arm.cast_diff_(snapshot, master))
-    _equal((expected_snapshot,), (snapshot,))
+    _same_diff(reference.cast_diff_, arm.cast_diff_, snapshot, master)
 
 
 def check_cast_nan(arm: DiffArm) -> None:
@@ -214,10 +208,13 @@ def check_cast_nan(arm: DiffArm) -> None:
     master = np.array(bits, np.uint32).view(np.float32)
     for before in (0, 0x8000, 0x7FC0):
         snapshot = np.full(len(bits), before, np.uint16)
-        expected_snapshot = snapshot.copy()
-        expected = reference.cast_diff_(expected_snapshot, master)
-        _equal(expected, arm.cast_diff_(snapshot, master))
-        _equal((expected_snapshot,), (snapshot,))
+        _same_diff(reference.cast_diff_, arm.cast_diff_, snapshot, master)
+
+
+def _same_diff(right: Any, diff: Any, before: Bits, current: Any) -> None:
+    snapshot, expected = before.copy(), before.copy()
+    _equal(right(expected, current), diff(snapshot, current))
+    _equal((expected,), (snapshot,))
 
 
 def check_gaps(arm: Arm) -> None:

@@ -144,15 +144,21 @@ def check_no_change_and_all_changed(where: str) -> None:
             weights.check(settle(diff))
 
 
-def check_waits_and_copies(where: str) -> None:
-    """Neither depends on the number of tensors, nor do waits on the number of batches."""
+def check_waits_copies_and_launches(where: str) -> None:
+    """None depends on the number of tensors, nor do waits on the number of batches."""
+    from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
+
     for count in (10, 300):
         weights = Weights(where, (64,) * count, resident=False)
         diff = DeviceDiff(torch.device(where))
         weights.add_to(diff)
-        with counted("wait") as waits:
+        with (
+            counted("wait") as waits,
+            patch.object(fused_diff, "_launch", wraps=fused_diff._launch) as launch,
+        ):
             weights.check(settle(diff))
         assert len(waits) == 2
+        assert launch.call_count == 3
         assert sum(lane.copies for lane in diff.lanes.values()) == 1
     with patch("deltachain.kernels.device_diff.BATCH_NBYTES", 3 * 4096 * 2):
         weights = Weights(where, resident=False)
@@ -223,26 +229,13 @@ def check_room_that_is_too_small(where: str) -> None:
                 weights.kept.copy_(weights.slab_before())
 
 
-def check_launches(where: str) -> None:
-    from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
-
-    for count in (10, 300):
-        weights = Weights(where, (64,) * count, resident=False)
-        diff = DeviceDiff(torch.device(where))
-        weights.add_to(diff)
-        with patch.object(fused_diff, "_launch", wraps=fused_diff._launch) as launch:
-            weights.check(settle(diff))
-        assert launch.call_count == 3
-
-
 MANY_CHECKS: tuple[Callable[[str], None], ...] = (
     check_kinds,
     check_mixed_kinds,
     check_no_change_and_all_changed,
-    check_waits_and_copies,
+    check_waits_copies_and_launches,
     check_bytes_that_cross_back,
     check_a_drop,
     check_other_casts,
     check_room_that_is_too_small,
-    check_launches,
 )

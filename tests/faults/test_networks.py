@@ -1,7 +1,7 @@
 """A trainer and a follower on real servers, behind a network that answers in their place."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,6 +15,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support import models
 from tests.support.faults import Action, Fault, FaultyStore, clock_jump
 from tests.support.proxy import Proxy
+from tests.support.values import eventually
 
 if TYPE_CHECKING:
     from tests.support.hub.server import HubServer
@@ -62,8 +63,8 @@ class Trainer:
         self.publisher.flush()
 
 
-def attached(store: FaultyStore, model: nn.Module, *, attempts: int = 12) -> Trainer:
-    for _ in range(attempts):
+def attached(store: FaultyStore, model: nn.Module) -> Trainer:
+    for _ in range(12):
         with suppress(DeltaChainError):
             return Trainer(store, model).attach()
     raise AssertionError("the trainer does not start")
@@ -78,6 +79,13 @@ def assert_converged(inner: MemoryStore, trainer: Trainer) -> None:
     tensors = models.tensors_of(trainer.model)
     Subscriber(SubscribeConfig(url=inner.url), tensors, store=inner).update()
     assert models.same(models.bits_of(tensors), newest)
+
+
+def go_on_and_converge(inner: MemoryStore, trainer: Trainer, seeds: range) -> None:
+    for seed in seeds:
+        trainer.step(seed)
+    trainer.publisher.close()
+    assert_converged(inner, trainer)
 
 
 # Trainers
@@ -96,11 +104,8 @@ def test_trainer_whose_writes_go_wrong(
 ) -> None:
     trainer = Trainer(faulty, models.plain_model()).attach()
     faulty.add(fault(action, prefix))
-    for seed in range(1, 5):
-        trainer.step(seed)
+    go_on_and_converge(inner, trainer, range(1, 5))
     assert len(faulty.struck) == 2
-    trainer.publisher.close()
-    assert_converged(inner, trainer)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -115,11 +120,8 @@ def test_trainer_that_starts_while_the_store_goes_wrong(
     faulty.add(fault(action, nth=nth, times=3))
     trainer = attached(faulty, first.model)
     trainer.states += first.states
-    for seed in (3, 4, 5, 6):
-        trainer.step(seed)
-    trainer.publisher.close()
+    go_on_and_converge(inner, trainer, range(3, 7))
     assert len(faulty.struck) == 3
-    assert_converged(inner, trainer)
 
 
 @pytest.mark.parametrize("action", [action for action in READS if action != "slow"])
@@ -131,12 +133,9 @@ def test_trainer_that_can_not_read_back_what_it_wrote(
     # trainer then takes its own version for another's, and stops.
     times = 1 if action == "hide" else 3
     faulty.add(fault("own-412", "manifests/", times=1), fault(action, "manifests/", times=times))
-    for seed in range(1, 6):
-        trainer.step(seed)
+    go_on_and_converge(inner, trainer, range(1, 6))
     assert ("own-412", f"manifests/{1:020d}.json") in faulty.struck
     assert any(struck == action for struck, _ in faulty.struck)
-    trainer.publisher.close()
-    assert_converged(inner, trainer)
 
 
 @pytest.mark.parametrize("action", ["own-412", "slow", "stale-list"])
@@ -181,43 +180,50 @@ def trainer(inner: MemoryStore) -> Iterator[Trainer]:
     trainer.publisher.close()
 
 
-def followed(subscriber: Subscriber, trainer: Trainer, bits: Callable[[], models.State]) -> None:
-    stop = Event()
-    for receipt in subscriber.follow(stop=stop):
-        assert models.same(bits(), trainer.states[receipt.version])
-        assert receipt.staleness_s >= 0
-        if receipt.version == LAST:
-            stop.set()
-    assert models.same(bits(), models.bits_of(trainer.model))
+class Follower:
+    """A subscriber of the trainer, through a store that goes wrong."""
+
+    def __init__(self, faulty: FaultyStore, trainer: Trainer) -> None:
+        self.faulty, self.trainer = faulty, trainer
+        self.tensors = models.tensors_of(trainer.model)
+        config = SubscribeConfig(url=faulty.inner.url)
+        self.subscriber = Subscriber(config, self.tensors, store=faulty)
+
+    def holds(self, state: models.State) -> bool:
+        return models.same(models.bits_of(self.tensors), state)
+
+    def follow(self) -> None:
+        stop = Event()
+        for receipt in self.subscriber.follow(stop=stop):
+            assert self.holds(self.trainer.states[receipt.version])
+            assert receipt.staleness_s >= 0
+            if receipt.version == LAST:
+                stop.set()
+        assert self.holds(models.bits_of(self.trainer.model))
+
+
+@pytest.fixture
+def follower(faulty: FaultyStore, trainer: Trainer) -> Follower:
+    return Follower(faulty, trainer)
 
 
 @pytest.mark.parametrize("prefix", [prefix for prefix in PLACES if prefix != "edges/"])
 @pytest.mark.parametrize("action", READS)
 def test_follower_whose_reads_go_wrong(
-    inner: MemoryStore,
-    faulty: FaultyStore,
-    trainer: Trainer,
-    monkeypatch: pytest.MonkeyPatch,
-    action: Action,
-    prefix: str,
+    follower: Follower, monkeypatch: pytest.MonkeyPatch, action: Action, prefix: str
 ) -> None:
-    tensors = models.tensors_of(trainer.model)
-    subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=faulty)
-    monkeypatch.setattr(subscriber.told, "wait", Waits(trainer))
-    faulty.add(fault(action, prefix, times=3))
-    followed(subscriber, trainer, lambda: models.bits_of(tensors))
-    assert faulty.struck
+    monkeypatch.setattr(follower.subscriber.told, "wait", Waits(follower.trainer))
+    follower.faulty.add(fault(action, prefix, times=3))
+    follower.follow()
+    assert follower.faulty.struck
 
 
 @pytest.mark.parametrize("action", READS)
-def test_read_that_goes_wrong_writes_nothing(
-    inner: MemoryStore, faulty: FaultyStore, trainer: Trainer, action: Action
-) -> None:
-    tensors = models.tensors_of(trainer.model)
-    subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=faulty)
+def test_read_that_goes_wrong_writes_nothing(follower: Follower, action: Action) -> None:
+    subscriber, trainer = follower.subscriber, follower.trainer
     subscriber.update()
     trainer.step(2)
-    faulty.add(*(fault(action, prefix, times=None) for prefix in ("deltas/", "anchors/")))
+    follower.faulty.add(*(fault(action, place, times=None) for place in ("deltas/", "anchors/")))
     if action == "slow":
         subscriber.update()
     else:
@@ -225,23 +231,21 @@ def test_read_that_goes_wrong_writes_nothing(
             subscriber.update()
     held = 2 if action == "slow" else 1
     assert subscriber.version == held
-    assert models.same(models.bits_of(tensors), trainer.states[held])
-    assert {struck for struck, _ in faulty.struck} == {action}
+    assert follower.holds(trainer.states[held])
+    assert {struck for struck, _ in follower.faulty.struck} == {action}
 
 
 def test_follower_of_a_store_that_goes_down_and_comes_back(
-    inner: MemoryStore, faulty: FaultyStore, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = models.tensors_of(trainer.model)
-    subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=faulty)
-    go_on = Waits(trainer)
+    go_on = Waits(follower.trainer)
 
     def wait(seconds: float) -> bool:
-        faulty.down = not faulty.down
+        follower.faulty.down = not follower.faulty.down
         return go_on(seconds)
 
-    monkeypatch.setattr(subscriber.told, "wait", wait)
-    followed(subscriber, trainer, lambda: models.bits_of(tensors))
+    monkeypatch.setattr(follower.subscriber.told, "wait", wait)
+    follower.follow()
 
 
 # The clock
@@ -305,29 +309,25 @@ FAULTS: dict[str, Callable[[Proxy], None]] = {
 
 @pytest.fixture(params=["seaweed", "hub"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    options: dict[str, object] = {"deadline_s": 2.0}
+    if request.param == "seaweed":
+        server: Seaweed = request.getfixturevalue("seaweed")
+        port, url = server.port, request.getfixturevalue("s3_url")()
+        given, options = "endpoint_url", options | server.options
+    else:
+        hub: HubServer = request.getfixturevalue("hub")
+        hub.configure(calls=1_000_000)
+        port, url = int(hub.url.rpartition(":")[2]), request.getfixturevalue("bucket")
+        given, url = "endpoint", f"hf://buckets/{url}/run"
+        options |= {"token": hub.token, "calls": 1_000_000}
     with ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(port))
 
-        def opened(port: int, url: str, **options: object) -> Place:
-            proxy = stack.enter_context(Proxy(port))
+        def opening() -> Store:
+            store = open_store(url, options | {given: proxy.endpoint}, writer=True)
+            return stack.enter_context(closing(store))
 
-            def opening() -> Store:
-                store = open_store(url, options | {given: proxy.endpoint}, writer=True)
-                stack.callback(store.close)
-                return store
-
-            return proxy, opening
-
-        if request.param == "seaweed":
-            server: Seaweed = request.getfixturevalue("seaweed")
-            given, url = "endpoint_url", request.getfixturevalue("s3_url")()
-            yield opened(server.port, url, **{**server.options, "deadline_s": 2.0})
-        else:
-            hub: HubServer = request.getfixturevalue("hub")
-            given, bucket = "endpoint", request.getfixturevalue("bucket")
-            hub.configure(calls=1_000_000)
-            port = int(hub.url.rpartition(":")[2])
-            options = {"token": hub.token, "calls": 1_000_000, "deadline_s": 2.0}
-            yield opened(port, f"hf://buckets/{bucket}/run", **options)
+        yield proxy, opening
 
 
 LONGER = ("308", "swallowed posts", "drip")
@@ -359,15 +359,15 @@ def test_all_survive_and_converge_when_the_network_is_right_again(place: Place, 
     following = Thread(target=follow)
     following.start()
     try:
-        wait_for(lambda: held == [1])
+        eventually(lambda: held == [1])
         FAULTS[fault](proxy)
         trainer.step(2)  # warns where it cannot publish
         if not fault.startswith("swallowed"):
-            wait_for(lambda: bool(troubles))
+            eventually(lambda: bool(troubles))
         assert following.is_alive()
         proxy.reset()
         trainer.step(3)
-        wait_for(lambda: bool(held) and held[-1] == trainer.publisher.version)
+        eventually(lambda: bool(held) and held[-1] == trainer.publisher.version)
     finally:
         proxy.reset()
         stop.set()
@@ -375,11 +375,3 @@ def test_all_survive_and_converge_when_the_network_is_right_again(place: Place, 
         trainer.publisher.close()
     assert all(error.retryable for error in troubles)
     assert models.same(models.bits_of(tensors), models.bits_of(trainer.model))
-
-
-def wait_for(done: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if done():
-            return
-        Event().wait(0.1)
-    raise AssertionError("it does not come to that")
