@@ -129,6 +129,11 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     check_bits(grown, 59, held=41)
     with pytest.raises(BrokenChainError):
         check_bits(grown, 12)
+    assert all(proof.rebuilt for proof in verify(Chain.open(grown.store), first=40))
+    proofs = verify(Chain.open(grown.store))
+    gone = [edge for proof in proofs for edge in proof.edges if edge.expired]
+    assert gone
+    assert all(edge.pruned for edge in gone)
 
 
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
