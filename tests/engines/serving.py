@@ -70,6 +70,7 @@ class Server(ABC):
     """A server, started by entering it, and gone with all its processes after leaving it."""
 
     prefix: str
+    aborted: str = "abort"
     sees_loads: bool = False
 
     def __init__(self, checkpoint: Path, folder: Path, url: str, options: Options) -> None:
@@ -135,6 +136,9 @@ class Server(ABC):
 
     @abstractmethod
     def load(self, checkpoint: Path) -> None: ...
+
+    @abstractmethod
+    def flush(self) -> None: ...
 
     def __enter__(self) -> Self:
         with self.log_path.open("ab") as log:

@@ -6,6 +6,7 @@ before the product's turn comes. So no candidate ever leaves anything for the ne
 the state digest of the live weights at the end speaks for all of them.
 """
 
+import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ class Live:
 def follow(live: Live, drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     """Follow a chain to its end; after each version, or before it, the others write as well."""
     found = Applied(plain=plain, threads=torch.get_num_threads())
+    start = time.perf_counter()
     live.subscriber.open()
+    found.attach_s = time.perf_counter() - start
     classes = live.subscriber.target.classes()  # type: ignore[attr-defined]
     found.classes = {kind: row["nbytes"] for kind, row in classes.items()}
     bench = _Bench(live, drawn, plain=plain)
@@ -66,6 +69,7 @@ def follow(live: Live, drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
         if version > warm_up:
             found.seconds[version] = seconds
     found.proven = live.subscriber.scrub()
+    found.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return found
 
 

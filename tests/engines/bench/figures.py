@@ -65,7 +65,9 @@ class Applied:
 
     plain: bool
     classes: dict[str, int] = field(default_factory=dict)
+    attach_s: float = 0.0
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    peak_mb: int = 0
     threads: int = 0
     proven: bool = False
 

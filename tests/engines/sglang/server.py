@@ -98,6 +98,9 @@ class SglangServer(Server):
         answer = self.client.post("/update_weights_from_disk", json={"model_path": str(checkpoint)})
         assert answer.status_code == 200, answer.text
 
+    def flush(self) -> None:
+        assert self.client.post("/flush_cache", params={"timeout": 5}).status_code == 200
+
     def sleep(self, *kinds: str) -> None:
         self._memory("release", kinds)
 

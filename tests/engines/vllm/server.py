@@ -121,3 +121,6 @@ class VllmServer(Server):
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         answer = self.client.post("/collective_rpc", json=body)
         assert answer.status_code == 200, answer.text
+
+    def flush(self) -> None:
+        assert self.client.post("/reset_prefix_cache").status_code == 200
