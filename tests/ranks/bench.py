@@ -134,7 +134,7 @@ def main() -> int:
 
 def _measured(ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        run(measure, ranks, folder)
+        run("tests.ranks.bench:measure", ranks, folder)
         facts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     found = {"wire": max(fact["wire"] for fact in facts)}
     figures: dict[str, Callable[[list[float]], float]] = {

@@ -7,10 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import distributed, multiprocessing
@@ -19,31 +17,11 @@ from torch._C._distributed_c10d import TCPStore
 HOST: Final = "127.0.0.1"
 DEADLINE_S: Final = 180.0
 
-Trial: TypeAlias = Callable[[int, str, str], None]
-
-PRELOADED: Final = (
-    *(f"tests.ranks.test_{name}" for name in ("faults", "layouts", "settings", "transformers")),
-    "numba",
-)
+PRELOADED: Final = ("tests.ranks.trials", "tests.ranks.transformers_trials", "numba")
 """Modules that ranks find imported: they are forked from a process that has started no thread."""
 
 
-def on_ranks(count: int) -> Callable[[Trial], Callable[[Path], None]]:
-    """Make a test of what each of some ranks does with its number, a chain's URL and a folder."""
-
-    def made(trial: Trial) -> Callable[[Path], None]:
-        def test(tmp_path: Path) -> None:
-            run(trial, count, (tmp_path / "chain").as_uri(), str(tmp_path))
-
-        test.trial = trial  # type: ignore[attr-defined]
-        return test
-
-    return made
-
-
-def run(trial: Callable[..., None], ranks: int, *arguments: Any, deaths: int = 0) -> None:
-    """Call a function of a module on each rank, with the rank's number and these arguments."""
-    function = (trial.__module__, trial.__name__)
+def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     # As torchrun has it: the store is none of the ranks', so it outlives each of them.
@@ -75,7 +53,7 @@ def run(trial: Callable[..., None], ranks: int, *arguments: Any, deaths: int = 0
 
 def _rank(
     environ: dict[str, str],
-    function: tuple[str, str],
+    function: str,
     rank: int,
     ranks: int,
     port: int,
@@ -85,11 +63,10 @@ def _rank(
     os.environ.update(environ)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    module, name = function
+    module, _, name = function.partition(":")
     meeting = TCPStore(HOST, port, is_master=False)
     distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
-    found = getattr(importlib.import_module(module), name)
-    getattr(found, "trial", found)(rank, *arguments)
+    getattr(importlib.import_module(module), name)(rank, *arguments)
     gc.collect()  # a DDP model would keep threads of its group until the interpreter is gone
     distributed.destroy_process_group()
     _leave()

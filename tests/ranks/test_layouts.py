@@ -1,53 +1,18 @@
-import random
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from deltachain.chain.chain import Chain
-from deltachain.checkpoint import Checkpoint
-from deltachain.cli.pull import pull
 from deltachain.codec import Part
 from deltachain.codec.encodings.max.encoding import MaxEncoding
-from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.verify import verify
-from tests.ranks.models import Training
-from tests.ranks.spawn import on_ranks, run
+from tests.ranks.spawn import run
 
 STEPS = 10
 
+
 pytestmark = pytest.mark.dist
-
-
-def steps_of(rank: int, layout: str, url: str, folder: str, first: int, steps: int) -> None:
-    training = Training(url, layout, when_busy="wait")
-    for number in range(first):  # as if restored from a checkpoint of that step
-        training.train(number)
-    dice = random.Random(rank)
-    with CommDebugMode() as attaching:
-        training.__enter__()
-    assert attaching.get_total_counts() == 0
-    with training.publisher as publisher:
-        training.check(publisher.version, folder)
-        for number in range(first, first + steps):
-            training.train(number)
-            time.sleep(dice.random() * 0.1)  # ranks are never in step by themselves
-            with CommDebugMode() as communication:
-                future = publisher.publish(step=number)
-            assert communication.get_total_counts() == 0
-            receipt = future.result(60)
-            assert receipt.step == number
-            training.check(receipt.version, folder)
-
-
-def slow(layout: str, ranks: int) -> Any:
-    return pytest.param(layout, ranks, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -55,62 +20,59 @@ def slow(layout: str, ranks: int) -> Any:
     [
         ("rows", 2),
         ("rows", 3),
-        slow("rows", 4),
         ("columns", 2),
-        slow("columns", 3),
-        slow("columns", 4),
-        slow("hybrid", 2),
         ("hybrid", 4),
         ("tensor_parallel", 4),
         ("copies", 2),
-        slow("copies", 3),
         ("experts", 2),
-        slow("experts", 3),
-        slow("experts", 4),
         ("stages", 2),
-        slow("stages", 3),
-        slow("stages", 4),
     ],
 )
 def test_every_version_of_a_sharded_model_is_the_gathered_one(
     tmp_path: Path, layout: str, ranks: int
 ) -> None:
     url = (tmp_path / "chain").as_uri()
-    run(steps_of, ranks, layout, url, str(tmp_path), 0, STEPS)
+    run("tests.ranks.trials:ten_steps", ranks, layout, url, str(tmp_path), 0, STEPS)
     chain = Chain.open(open_store(url))
     assert [proof.version for proof in verify(chain)] == list(range(STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("rows", 4),
+        ("columns", 3),
+        ("columns", 4),
+        ("hybrid", 2),
+        ("copies", 3),
+        ("experts", 3),
+        ("experts", 4),
+        ("stages", 3),
+        ("stages", 4),
+    ],
+)
+def test_so_it_is_with_other_numbers_of_ranks(tmp_path: Path, layout: str, ranks: int) -> None:
+    test_every_version_of_a_sharded_model_is_the_gathered_one(tmp_path, layout, ranks)
 
 
 def test_a_restart_in_another_layout_from_another_state_publishes_the_difference(
     tmp_path: Path,
 ) -> None:
     url = (tmp_path / "chain").as_uri()
-    run(steps_of, 2, "columns", url, str(tmp_path), 0, 3)
-    run(steps_of, 3, "rows", url, str(tmp_path), 1, 2)
+    run("tests.ranks.trials:ten_steps", 2, "columns", url, str(tmp_path), 0, 3)
+    run("tests.ranks.trials:ten_steps", 3, "rows", url, str(tmp_path), 1, 2)
     chain = Chain.open(open_store(url))
     assert [proof.epoch for proof in verify(chain)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert chain.read(5).manifest.nnz > 0
 
 
-def test_a_restart_with_another_world_size_continues_the_chain(tmp_path: Path) -> None:
+def test_ranks_publish_max_together(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
-    for first, ranks in ((0, 3), (3, 2), (6, 1)):
-        run(steps_of, ranks, "rows", url, str(tmp_path), first, 3)
-    epochs = [proof.epoch for proof in verify(Chain.open(open_store(url)))]
-    assert sorted(set(epochs)) == [0, 1, 2]
-
-
-@on_ranks(2)
-def test_ranks_publish_max_together(rank: int, url: str, folder: str) -> None:
-    with Training(url, encoding="max", when_busy="wait") as training:
-        for number in range(2):
-            receipt = training.publish(number).result(60)
-            assert receipt.encoding == "max"
-            training.check(receipt.version, folder)
-    if rank:
-        return
+    run("tests.ranks.trials:publishes_max", 2, url, str(tmp_path))
     store = open_store(url)
-    for committed in Chain.open(store).history(1, 2):
+    chain = Chain.open(store)
+    for committed in chain.history(1, 2):
         edge = committed.manifest.edge
         assert "max" in edge.encodings
         parts = [Part.from_bytes(store.get(ref.key)) for ref in edge.parts]
@@ -120,25 +82,15 @@ def test_ranks_publish_max_together(rank: int, url: str, folder: str) -> None:
         assert {row.encoding for row in divided} == {"max"}  # small ones are the smaller of both
 
 
-@on_ranks(3)
-def test_an_export_of_which_every_rank_gives_a_part(rank: int, url: str, folder: str) -> None:
-    def part() -> Iterator[tuple[str, Tensor]]:
-        if rank < 2:
-            yield f"layer.{rank}", torch.full((3, 4), float(version * (rank + 1)))
-            yield "shared", torch.full((5,), float(version))
+def test_an_export_of_which_every_rank_gives_a_part(tmp_path: Path) -> None:
+    run("tests.ranks.trials:exports", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
 
-    version = 0
-    config = PublishConfig(url=url, when_busy="wait", deadline_s=60)
-    with Publisher(config).attach(part) as publisher:
-        for number in (1, 2):
-            version = number
-            assert publisher.publish(step=version).result(60).version == version
-    if rank == 0:
-        pull(url, out=Path(folder) / "pulled")
-        checkpoint = Checkpoint(Path(folder) / "pulled")
-        for name, values in {
-            "layer.0": [2.0] * 12,
-            "layer.1": [4.0] * 12,
-            "shared": [2.0] * 5,
-        }.items():
-            assert checkpoint.bits(name).view("float32").tolist() == values, name
+
+def test_a_restart_with_another_world_size_continues_the_chain(tmp_path: Path) -> None:
+    url = (tmp_path / "chain").as_uri()
+    first = 0
+    for ranks in (3, 2, 1):
+        run("tests.ranks.trials:ten_steps", ranks, "rows", url, str(tmp_path), first, 3)
+        first += 3
+    epochs = [proof.epoch for proof in verify(Chain.open(open_store(url)))]
+    assert sorted(set(epochs)) == [0, 1, 2]

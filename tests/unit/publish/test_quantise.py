@@ -29,7 +29,7 @@ from deltachain.publish.ranks.collectives import Ranks
 from deltachain.store import open_store
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
-from tests.ranks.models import mixture
+from tests.ranks.settings_trials import mixture
 from tests.unit.publish.chains import Quantised
 from tests.unit.publish.library import (
     BLOCKS,

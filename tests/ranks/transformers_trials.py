@@ -1,10 +1,9 @@
-"""Models and trainers of transformers, which take seconds to import."""
+"""Trials with models and trainers of transformers, which take seconds to import."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
@@ -26,10 +25,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.kernels.torch_kernels import bits_of
 from deltachain.publish import PublishConfig, Publisher
-from tests.ranks.models import RATE, check, whole
-from tests.ranks.spawn import on_ranks, run
-
-pytestmark = pytest.mark.dist
+from tests.ranks.trials import RATE, compare, whole
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -46,10 +42,7 @@ def _model() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=8))
 
 
-@on_ranks(2)
-def test_copies_that_a_trainer_of_transformers_holds_are_published(
-    rank: int, url: str, folder: str
-) -> None:
+def trainer_with_copies(rank: int, url: str, folder: str) -> None:
     _say_where(rank)
     model = _model()
     tokens = torch.randint(0, 60, (16, 12), generator=torch.Generator().manual_seed(1))
@@ -68,11 +61,10 @@ def test_copies_that_a_trainer_of_transformers_holds_are_published(
     callback = deltachain.attach(trainer, url=url, dtype="BF16", when_busy="wait")
     trainer.train()
     assert [receipt.step for receipt in callback.receipts] == [1, 2, 3, 4]
-    check(4, model, url, folder)
+    _compare(rank, model, url, folder)
 
 
-@on_ranks(2)
-def test_shards_that_accelerate_holds_are_published(rank: int, url: str, folder: str) -> None:
+def accelerate_with_shards(rank: int, url: str, folder: str) -> None:
     _say_where(rank)
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     plugin = FullyShardedDataParallelPlugin(
@@ -97,7 +89,7 @@ def test_shards_that_accelerate_holds_are_published(rank: int, url: str, folder:
         optimizer.zero_grad()
     attachment.detach()
     assert attachment.publisher.version == 4
-    check(4, model, url, folder)
+    _compare(rank, model, url, folder)
 
 
 def _say_where(rank: int) -> None:
@@ -105,6 +97,13 @@ def _say_where(rank: int) -> None:
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(number) for name, number in where.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
+
+
+def _compare(rank: int, model: Any, url: str, folder: str) -> None:
+    full = whole(model)
+    if rank == 0:
+        pull(url, out=Path(folder) / "pulled")
+        compare(Path(folder) / "pulled", full)
 
 
 CONVERTED: dict[str, dict[str, Any]] = {
@@ -155,13 +154,6 @@ CONVERTED: dict[str, dict[str, Any]] = {
     },
 }
 """Models of transformers whose checkpoint has other tensors than the model."""
-
-
-@pytest.mark.parametrize("kind", CONVERTED)
-def test_what_is_converted_when_it_is_saved_loads_and_computes_the_same(
-    tmp_path: Path, kind: str
-) -> None:
-    run(converted, 2, kind, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def converted(rank: int, kind: str, url: str, folder: str) -> None:
