@@ -144,7 +144,7 @@ def check_no_change_and_all_changed(where: str) -> None:
             weights.check(settle(diff))
 
 
-def check_waits_copies_and_launches(where: str) -> None:
+def check_launches_waits_and_copies(where: str) -> None:
     """None depends on the number of tensors, nor do waits on the number of batches."""
     from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
 
@@ -233,7 +233,7 @@ MANY_CHECKS: tuple[Callable[[str], None], ...] = (
     check_kinds,
     check_mixed_kinds,
     check_no_change_and_all_changed,
-    check_waits_copies_and_launches,
+    check_launches_waits_and_copies,
     check_bytes_that_cross_back,
     check_a_drop,
     check_other_casts,
