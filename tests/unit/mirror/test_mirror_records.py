@@ -85,7 +85,7 @@ def test_a_mirror_that_follows_ends(write: Write) -> None:
     mirror, stop = Mirror(author.store, there, trust=trust_of(1)), Event()
 
     def looked(trouble: DeltaChainError | None) -> None:
-        if trouble:  # a loop that goes on would go on for ever
+        if trouble:  # without it, a loop that should have ended would not end
             stop.set()
 
     with pytest.raises(ForkedChainError, match=r"has another (tags|prunes)/"):
