@@ -210,6 +210,14 @@ class Server(ABC):
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(f"{self.prefix}/{path}", json=body)
 
+    def readiness(self) -> set[int]:
+        """Return what the answers of all addresses that tell it are."""
+        codes = set()
+        for path in (f"{self.prefix}/ready", f"{self.prefix}/readyz", "/readyz/deltachain"):
+            with suppress(httpx.TransportError):
+                codes.add(self.client.get(path).status_code)
+        return codes
+
     def status(self) -> dict[str, Any]:
         response = self.get("status")
         assert response.status_code == 200, response.text

@@ -36,7 +36,9 @@ def pulled(chain: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return {version: folder / str(version) for version in range(VERSIONS + 1)}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["tp1", "tp2"]
+)
 def pair(
     request: pytest.FixtureRequest, chain: Trained, tmp_path_factory: pytest.TempPathFactory
 ) -> "Iterator[Pair]":

@@ -1,4 +1,4 @@
-"""Servers whose engine was killed, hangs, or was paused by others: they are not ready."""
+"""Servers that are started again, and those with an engine that was killed or hangs."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.presence.record import PresenceRecord, parse_record
 from deltachain.publish.revert import revert
 from deltachain.replica.leader import MAX_SILENCE_S
 from deltachain.store import open_store
@@ -27,23 +28,41 @@ def go_back(url: str, version: int) -> int:
     return done.committed.version
 
 
-def test_a_revert_reaches_a_running_and_a_restarted_server(tmp_path: Path) -> None:
+def test_a_running_server_is_present_and_reverted_and_so_is_its_successor(tmp_path: Path) -> None:
+    board = tmp_path / "replicas"
+    variables = {"DELTACHAIN_PRESENCE_URL": str(board)}
     with Trainer(tmp_path) as trainer:
         for _ in range(3):
             trainer.step()
-        with serving(trainer, tmp_path) as replica:
+        with serving(trainer, tmp_path, environment=variables) as replica:
             assert replica.holds(3)
+            (file,) = board.glob("*.json")
+            record, asked = _ready(file), replica.server.status()
+            assert record.status.version == asked["version"] == 3
+            assert record.status.chain == asked["chain"]
+            assert record.status.engine == asked["engine"]
+            assert record.status.engine.startswith(f"{ENGINE}/")
             running = go_back(trainer.url, 1)
             assert replica.server.update()["version"] == running == 4
             assert replica.holds(running)
             assert replica.has(trainer.pulled(1))
             assert replica.serves(running)
+            replica.server.stop()
+            assert not file.exists(), replica.server.log()[-3000:]
         restarted = go_back(trainer.url, 2)  # nobody is there to be told
         with serving(trainer, tmp_path) as replica:
             assert replica.server.status()["version"] == restarted == 5
             assert replica.holds(restarted)
             assert replica.has(trainer.pulled(2))
             assert replica.serves(restarted)
+
+
+def _ready(file: Path) -> PresenceRecord:
+    until = time.monotonic() + 60
+    while not (record := parse_record(file.read_bytes(), file.name)).status.ready:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return record
 
 
 pytestmark = pytest.mark.engine
@@ -70,14 +89,6 @@ def engine_of(server: Server) -> psutil.Process:
     return found
 
 
-def readiness(server: Server) -> set[int]:
-    codes = set()
-    for path in (f"{server.prefix}/ready", f"{server.prefix}/readyz", "/readyz/deltachain"):
-        with suppress(httpx.TransportError):
-            codes.add(server.client.get(path).status_code)
-    return codes
-
-
 def test_a_replica_is_not_ready_once_its_engine_is_dead(tmp_path: Path) -> None:
     with replicas(tmp_path) as replica:
         server = replica.server
@@ -92,22 +103,9 @@ def test_a_replica_is_not_ready_once_its_engine_is_dead(tmp_path: Path) -> None:
         while server.alive and answers < ENOUGH:  # SGLang's often ends before it answers anybody
             with suppress(httpx.TransportError):
                 if is_unhealthy(server):
-                    codes = readiness(server)
+                    codes = server.readiness()
                     assert codes <= {503}
                     answers += len(codes)
-
-
-def test_a_replica_is_not_ready_while_another_client_has_paused_it(tmp_path: Path) -> None:
-    with replicas(tmp_path) as replica:
-        server = replica.server
-        assert replica.serves(0)
-        server.halt()
-        found = server.wait_for(lambda status: not status["ready"])
-        assert (found["reason"], found["paused"]) == ("paused by another client", True)
-        assert readiness(server) == {503}
-        server.go_on()
-        server.wait_for(lambda status: status["ready"])
-        assert replica.serves(0)
 
 
 @pytest.mark.slow
@@ -120,7 +118,7 @@ def test_a_replica_is_not_ready_while_its_engine_hangs(tmp_path: Path) -> None:
         try:
             found = server.wait_for(lambda status: not status["ready"], 3 * MAX_SILENCE_S)
             assert found["fault"].startswith("the engine has not answered for")
-            assert readiness(server) == {503}
+            assert server.readiness() == {503}
         finally:
             victim.resume()
         server.wait_for(lambda status: status["ready"])

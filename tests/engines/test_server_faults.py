@@ -165,6 +165,9 @@ def test_a_rollback_stays_until_it_is_released(replica: Replica) -> None:
 def test_what_others_paused_stays_paused_through_an_update(replica: Replica) -> None:
     server, new = replica.server, replica.trainer.step()
     server.halt()
+    found = server.wait_for(lambda status: not status["ready"])
+    assert (found["reason"], found["paused"]) == ("paused by another client", True)
+    assert server.readiness() == {503}
     status = server.update(new)
     assert (status["ready"], status["reason"]) == (False, "paused by another client")
     assert server.paused()

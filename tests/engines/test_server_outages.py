@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.cli.pull import pull
-from deltachain.presence.record import PresenceRecord, parse_record
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
@@ -84,7 +83,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train("qwen2", folder, VERSIONS, anchor_every=NO_ANCHOR, encoding="max")
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_follow_one_by_one_and_over_several_versions(
     chain: Trained, tmp_path: Path, tp: int
 ) -> None:
@@ -101,29 +100,6 @@ def test_ranks_follow_one_by_one_and_over_several_versions(
             assert found["version"] == version
             assert holds(server, tmp_path / str(version), tp)
             assert "anchor" not in str(server.status()["last"])
-
-
-def test_a_server_shows_its_presence_until_it_is_told_to_end(tmp_path: Path) -> None:
-    board = tmp_path / "replicas"
-    variables = {"DELTACHAIN_PRESENCE_URL": str(board)}
-    with Trainer(tmp_path) as trainer, serving(trainer, tmp_path, environment=variables) as replica:
-        (file,) = board.glob("*.json")
-        record = _ready(file)
-        asked = replica.server.status()
-        assert record.status.version == asked["version"] == 0
-        assert record.status.chain == asked["chain"]
-        assert record.status.engine == asked["engine"]
-        assert record.status.engine.startswith(f"{ENGINE}/")
-        replica.server.stop()
-        assert not file.exists(), replica.server.log()[-3000:]
-
-
-def _ready(file: Path) -> PresenceRecord:
-    until = time.monotonic() + 60
-    while not (record := parse_record(file.read_bytes(), file.name)).status.ready:
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    return record
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -25,37 +25,30 @@ from deltachain_sglang import PREFIX, compat, loading, ranks
 from tests.engines.serving import run_program
 from tests.engines.trainer import train
 
+TOLD = "DELTACHAIN_URL is set"
+OFFLINE = "tests.engines.sglang.offline"
 
-def test_an_engine_follows_between_its_calls(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("told", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_engine_follows_between_its_calls(tmp_path: Path, told: bool) -> None:
     chain = train("qwen3", tmp_path, 3, rate=1e-2)
-    done = run_program("tests.engines.sglang.offline", chain.url, str(chain.base))
+    variables = {"DELTACHAIN_URL": chain.url, "DELTACHAIN_STRICT": "0"} if told else {}
+    done = run_program(OFFLINE, chain.url, str(chain.base), **variables)
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["labels"][1:] == ["2", "1"]
     assert (seen["scrubbed"], seen["version"]) == ([True, True], 1)
     assert "deltachain: " in done.stderr
+    assert (f"deltachain follows nothing: {TOLD}" in done.stderr) == told
 
 
 def test_an_engine_that_was_told_of_a_chain_says_that_it_does_not_follow(tmp_path: Path) -> None:
-    chain = train("qwen3", tmp_path, 3, rate=1e-2)
-    done = run_program(
-        "tests.engines.sglang.offline", chain.url, str(chain.base), DELTACHAIN_URL=chain.url
-    )
+    chain = train("qwen3", tmp_path, 1)
+    done = run_program(OFFLINE, chain.url, str(chain.base), DELTACHAIN_URL=chain.url)
     assert done.returncode != 0
-    assert (
-        "UnsupportedEngineError: DELTACHAIN_URL is set, but an Engine in process follows"
-        in done.stderr
-    )
+    refusal = f"UnsupportedEngineError: {TOLD}, but an Engine in process follows"
+    assert refusal in done.stderr
     assert "deltachain_sglang.subscribe(engine, url)" in done.stderr
-    done = run_program(
-        "tests.engines.sglang.offline",
-        chain.url,
-        str(chain.base),
-        DELTACHAIN_URL=chain.url,
-        DELTACHAIN_STRICT="0",
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "deltachain follows nothing: DELTACHAIN_URL is set" in done.stderr
 
 
 pytestmark = pytest.mark.engine
