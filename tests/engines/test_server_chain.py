@@ -91,11 +91,3 @@ def test_every_version_is_exact_and_so_is_the_way_back(pair: Pair, pulled: dict[
         assert engine.post("rollback", version=version).json()["version"] == version
         assert pair.holds(pulled[version])
         assert engine.post("scrub").json()["version"] == version
-
-
-def test_a_server_that_starts_at_the_end_of_a_chain_says_so(
-    chain: Trained, pulled: dict[int, Path], tmp_path: Path
-) -> None:
-    with start(pulled[VERSIONS], tmp_path, chain.url, plain=True, dev=True) as engine:
-        assert engine.status()["last"] is None, "it begins where the chain ends"
-        assert engine.status()["version"] == VERSIONS

@@ -50,8 +50,10 @@ def test_a_running_server_is_present_and_reverted_and_so_is_its_successor(tmp_pa
             replica.server.stop()
             assert not file.exists(), replica.server.log()[-3000:]
         restarted = go_back(trainer.url, 2)  # nobody is there to be told
-        with serving(trainer, tmp_path) as replica:
-            assert replica.server.status()["version"] == restarted == 5
+        with serving(trainer, tmp_path, base=trainer.pulled(restarted)) as replica:
+            status = replica.server.status()
+            assert status["version"] == restarted == 5
+            assert status["last"] is None, "it begins where the chain ends"
             assert replica.holds(restarted)
             assert replica.has(trainer.pulled(2))
             assert replica.serves(restarted)

@@ -83,7 +83,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train("qwen2", folder, VERSIONS, anchor_every=NO_ANCHOR, encoding="max")
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_follow_one_by_one_and_over_several_versions(
     chain: Trained, tmp_path: Path, tp: int
 ) -> None:
