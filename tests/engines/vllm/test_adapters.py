@@ -160,6 +160,7 @@ def _started_again(adapted: Adapted, server: Server, led: Agent) -> None:
         assert not following.is_alive()
 
 
+@pytest.mark.slow
 def test_a_server_without_adapters_is_named_with_what_it_lacks(
     adapted: Adapted, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaModel
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.delta import changes
@@ -99,6 +100,18 @@ def saved(folder: Path, weights: Mapping[str, Tensor]) -> Path:
     return folder
 
 
+@pytest.fixture
+def own_class() -> Iterator[None]:
+    """Put the class of transformers back: vLLM compiles it in place, and so for later tests."""
+    bases, members = LlamaModel.__bases__, dict(vars(LlamaModel))
+    yield
+    LlamaModel.__bases__ = bases
+    for name in vars(LlamaModel).keys() - members.keys():
+        delattr(LlamaModel, name)
+    LlamaModel.__init__ = members["__init__"]  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("own_class")
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
 def test_a_version_that_parts_a_head_from_the_embedding_is_refused(
     implementation: str, tmp_path: Path
