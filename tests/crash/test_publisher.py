@@ -187,9 +187,13 @@ def check_whole(found: dict[str, bytes]) -> None:
             assert len(found[part.key]) == part.nbytes, f"{key} names {part.key}"
 
 
+@pytest.mark.parametrize(
+    "kind", ["s3", *(pytest.param(k, marks=pytest.mark.slow) for k in ("file", "hf"))]
+)
 def test_a_mirror_that_is_killed_ten_times_is_byte_identical(
-    place: Place, killed: Callable[..., None], tmp_path: Path
+    kind: str, place_of: Callable[[str], Place], killed: Callable[..., None], tmp_path: Path
 ) -> None:
+    place = place_of(kind)
     url, there = str(tmp_path / "source"), place.url("mirror")
     model, source = publish(url), contents(url)
     del source[PUBLISHER_KEY]  # where a publisher is at work, not what it published

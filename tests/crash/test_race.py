@@ -139,7 +139,7 @@ def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: i
         assert same(bits_of(held), bits_of(winner.model))
 
 
-ROUNDS = {"memory": 200, "file": 200, "s3": 20}
+ROUNDS = {"memory": 200, "file": 50, "s3": 20}
 TABLE = Table(tensors=(("a", "BF16", (4,)),))
 
 T = TypeVar("T")

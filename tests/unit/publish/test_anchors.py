@@ -308,7 +308,7 @@ def manifests_of_a_plan(store: MemoryStore) -> int:
     return len([key for key in faulty.keys_read if key.startswith("manifests/")])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_long_history_is_read_a_window_at_a_time(attach: Attach, store: MemoryStore) -> None:
     model = nn.Linear(1280, 1280, dtype=torch.bfloat16)
     publisher = attach(model, anchor_factor=1000.0)

@@ -72,8 +72,16 @@ def run(url: str, way: tuple[str, str], end: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", [BY_HAND, BY_STEPS, EVERY_THREE])
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("way", "end", "code"),
+    [
+        (BY_HAND, "", 0),
+        (BY_STEPS, "raise SystemExit(3)", 3),
+        (BY_HAND, "1 / 0", 1),
+        (EVERY_THREE, "", 0),
+        (EVERY_THREE, "1 / 0", 1),
+    ],
+)
 def test_the_last_step_is_committed_as_the_process_ends(
     tmp_path: Path, way: tuple[str, str], end: str, code: int
 ) -> None:

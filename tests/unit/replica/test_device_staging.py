@@ -30,7 +30,7 @@ from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.gpu.ranks import Bench
 from tests.support.engine import Sharding, full_of
 from tests.support.values import present
-from tests.unit.replica.replicas import EVERY_SHAPE, Followed
+from tests.unit.replica.replicas import SHAPES, Followed
 
 
 class OnDevice(Followed):
@@ -60,7 +60,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "decodes_on", lambda _: True)
 
 
-@pytest.fixture(params=EVERY_SHAPE)
+SEVERAL = pytest.param(SHAPES["tp2pp2"], id="tp2pp2", marks=pytest.mark.full)
+"""Triton's interpreter takes seconds for each: other shapes are those of the host's tests."""
+REST = [
+    pytest.param(shape, id=name, marks=pytest.mark.slow)
+    for name, shape in SHAPES.items()
+    if name not in ("untied", "tp2pp2")
+]
+
+
+@pytest.fixture(params=[pytest.param(SHAPES["untied"], id="untied"), SEVERAL, *REST])
 def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OnDevice]:
     made = OnDevice(request.param, tmp_path)
     yield made
