@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -157,21 +158,6 @@ def payloads(store: Store) -> dict[str, int]:
     return {info.key: info.nbytes for prefix in PAYLOADS for info in store.list(prefix)}
 
 
-def anchored(grown: Grown, *versions: Version) -> Grown:
-    """60 versions, with anchors of some of them."""
-    grown.grow(60)
-    for version in versions:
-        add_anchor(grown.chain, grown.chain.read(version))
-    return grown
-
-
-def grow_sixty() -> Grown:
-    """60 versions, with anchors of versions 24 and 40, and skips."""
-    made = anchored(Grown(Clock()), 24, 40)
-    Maintainer(made.chain, None).round()
-    return made
-
-
 class Backup:
     """What a store and its trainer hold, to go on from there again."""
 
@@ -187,6 +173,37 @@ class Backup:
             grown.store.put(key, data)
         grown.random.bit_generator.state, grown.parent = self.random, self.parent
         grown.bits, grown.added = list(self.bits), self.added
+
+
+def sixty(*anchors: Version) -> Grown:
+    """60 versions, with anchors of some of them."""
+    return _again(anchors, False)
+
+
+def grow_sixty() -> Grown:
+    """60 versions, with anchors of versions 24 and 40, and skips."""
+    return _again((24, 40), True)
+
+
+def _again(anchors: tuple[Version, ...], has_skips: bool) -> Grown:
+    made = Grown(Clock())
+    _grown(anchors, has_skips).restore(made)
+    return made
+
+
+@cache
+def _grown(anchors: tuple[Version, ...], has_skips: bool) -> Backup:
+    made = anchored(Grown(Clock()), *anchors)
+    if has_skips:
+        Maintainer(made.chain, None).round()
+    return Backup(made)
+
+
+def anchored(grown: Grown, *versions: Version) -> Grown:
+    grown.grow(60)
+    for version in versions:
+        add_anchor(grown.chain, grown.chain.read(version))
+    return grown
 
 
 def finish(pruner: Pruner) -> None:

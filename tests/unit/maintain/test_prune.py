@@ -28,6 +28,7 @@ from tests.unit.maintain.grown import (
     grow_sixty,
     payloads,
     pruner_of,
+    sixty,
 )
 from tests.unit.manifest_chains import SingleWriterStore
 
@@ -461,7 +462,7 @@ def write_record(grown: Grown, *rows: PrunedRange) -> None:
 @pytest.mark.parametrize("version", [16, 40])
 def test_an_anchor_that_would_count_as_pruned_is_refused(version: int) -> None:
     """Whether it is recorded already or not; deltas between the pruned ones are there."""
-    grown = anchored(Grown(Clock()), 16, 48)
+    grown = sixty(16, 48)
     write_record(grown, PrunedRange(kind="anchor", span=0, first=16, last=48, after=1.0))
     before = payloads(grown.store)
     with pytest.raises(ChainError, match=f"the anchor of version {version} is pruned") as caught:
@@ -495,7 +496,7 @@ class Raced(Maintainer):
 
 def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
     """Another maintainer closes the next versions while this one makes the skip before."""
-    grown = anchored(Grown(Clock()), 40, 48)
+    grown = sixty(40, 48)
     maintainer = Raced(Chain.open(grown.store), None)
     maintainer.hint(grown.chain.read(grown.head))
     grown.grow(40)
@@ -508,7 +509,7 @@ def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
 
 def test_a_store_that_was_restored_is_not_closed_by_a_record_that_it_lost() -> None:
     """Also to a maintainer that prunes nothing."""
-    grown = anchored(Grown(Clock()), 40, 48)
+    grown = sixty(40, 48)
     maintainer = Maintainer(Chain.open(grown.store), None)
     maintainer.hint(grown.chain.read(grown.head))
     grown.grow(30)
