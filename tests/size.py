@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET: Final = {
     "wheel": Size(52_500, 236, 0.09),
-    "tests": Size(79_610, 340, 1.0),
+    "tests": Size(79_710, 340, 1.0),
 }
 
 

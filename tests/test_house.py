@@ -65,6 +65,7 @@ def test_torch_free_modules_load_no_torch() -> None:
     assert run_python(code).strip() == "False"
 
 
+@pytest.mark.full
 def test_plain_modules_are_attached_without_transformers(tmp_path: Path) -> None:
     code = (
         "import sys, torch, deltachain\n"
@@ -124,6 +125,7 @@ def test_register_is_light_and_may_be_called_twice(module: str) -> None:
     assert run_python(code).strip() == "set()"
 
 
+@pytest.mark.full
 def test_endpoint_plugin_has_the_shape_vllm_expects() -> None:
     # vLLM: a factory without arguments, whose product is named as VLLM_PLUGINS names it.
     code = (

@@ -103,6 +103,7 @@ def test_a_replica_of_a_lost_history_is_never_counted(restored: Restored, versio
         assert status.lag_versions is None or status.lag_versions >= 0
 
 
+@pytest.mark.full
 def test_a_replica_that_rolled_back_to_what_is_there_goes_on(restored: Restored) -> None:
     with served(app_of(restored.leader, is_open=True)) as url:
         restored.restore()

@@ -127,6 +127,7 @@ def restored(tmp_path: Path) -> Iterator[Restored]:
     made.scene.close()
 
 
+@pytest.mark.full
 def test_newer_objects_are_put_back_and_revert_goes_to_the_older_version(
     restored: Restored,
 ) -> None:

@@ -39,7 +39,7 @@ Get = Callable[[str], bytes | None]
 
 @cache
 def _today(folder: Path) -> dict[str, bytes]:
-    """Write a frozen chain anew: kernels are compiled for it, which collecting tests must not wait for."""
+    """Write a frozen chain anew, not while tests are collected: kernels are compiled for it."""
     return freeze.FROZEN[folder]()
 
 

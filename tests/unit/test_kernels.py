@@ -197,6 +197,7 @@ assert list(numba_kernels.gather(bits, np.array([3, 5]))) == [3, 5]
 """
 
 
+@pytest.mark.full
 def test_kernels_compute_where_nothing_can_be_kept(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     done = run_on_small_disk("tmpfs", disk, 1 << 20, COMPUTE, disk, disk / "cache")
@@ -204,6 +205,7 @@ def test_kernels_compute_where_nothing_can_be_kept(tmp_path: Path) -> None:
     assert done.stderr.count("compiled kernels are not kept") == 1, done.stderr
 
 
+@pytest.mark.full
 def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
     code = "from deltachain.cli.console import show_warnings\nshow_warnings()\n"
     code += "import numpy as np\nfrom deltachain.kernels import numba_kernels\n"

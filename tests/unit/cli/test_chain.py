@@ -551,6 +551,7 @@ def small(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
 
 
+@pytest.mark.full
 def test_a_follower_killed_between_swap_and_small_files_writes_them_when_started_again(
     chain: Path, tmp_path: Path
 ) -> None:
@@ -579,6 +580,7 @@ def test_files_of_another_meaning_are_kept_and_named(
         assert "tokenizer.json" not in caplog.text
 
 
+@pytest.mark.full
 def test_a_pushed_chain_of_packed_codes_is_followed(tmp_path: Path) -> None:
     model = llama()
     chain, out = tmp_path / "chain", tmp_path / "out"

@@ -108,6 +108,7 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path, content: bytes | None
     refused("fleet", "status", "--token-file", file, GONE, code=2, said=(str(file), "one token"))
 
 
+@pytest.mark.full
 def test_the_environment_says_it_too_and_is_checked(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def rows(board: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_a_follower_that_is_killed_is_silent(pushed: Pushed, tmp_path: Path) -> None:
     board, out = tmp_path / "replicas", tmp_path / "out"
     words = ("follow", pushed.url, "--out", out, "--poll", "0.1", "--json")
@@ -77,6 +78,7 @@ def test_who_ends_takes_its_presence_away(
     assert [*board.glob("*.json")] == []
 
 
+@pytest.mark.full
 def test_an_error_that_ends_a_follower_is_told_by_its_record(
     pushed: Pushed, tmp_path: Path
 ) -> None:
@@ -167,6 +169,7 @@ def dashboard(*words: object, **environment: str) -> Iterator[str]:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_chain_is_shown_as_it_grows(chain: Path) -> None:
     with dashboard(chain, "--poll", "0.05", "--engine", "http://127.0.0.1:1") as url:
 

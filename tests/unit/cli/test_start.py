@@ -236,6 +236,7 @@ def test_a_fleet_that_is_away_is_not_a_lack_of_torch() -> None:
     assert "127.0.0.1:9" in done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_an_agent_pulls_and_waits_for_its_server(pushed: Pushed, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE)
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -419,6 +420,7 @@ def test_a_version_a_line_while_following(pushed: Pushed, tmp_path: Path) -> Non
     assert ok("follow", pushed.url, "--out", out, "--once", "--json").stdout == ""
 
 
+@pytest.mark.full
 def test_following_may_begin_before_the_trainer(pushed: Pushed, tmp_path: Path) -> None:
     words = ("follow", tmp_path / "later", "--out", tmp_path / "out", "--poll", "0.1", "--json")
     with running(*words) as follower:
@@ -491,6 +493,7 @@ DEAD = "http://127.0.0.1:9"
 OPTIONS: dict[str, Any] = {"key": "key", "secret": "hunter2", "region": "us-east-1"}
 
 
+@pytest.mark.full
 def test_a_dead_endpoint_is_named_and_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     handler = logging.Handler()

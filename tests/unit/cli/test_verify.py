@@ -133,6 +133,7 @@ def test_a_chain_is_signed_from_the_middle_on(key: Keys, pushed: Pushed, tmp_pat
     ok("verify", pushed.url)
 
 
+@pytest.mark.full
 def test_verify_names_a_record_that_nobody_signed(key: Keys, tmp_path: Path) -> None:
     key.sign()
     url, state, store = tmp_path / "chain", random_state(), open_store(str(tmp_path / "chain"))

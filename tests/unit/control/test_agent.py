@@ -64,6 +64,7 @@ def port() -> Iterator[int]:
         thread.join()
 
 
+@pytest.mark.full
 def test_no_request_is_sent_on_a_connection_that_the_server_may_close(port: int) -> None:
     assert KEEPALIVE_S < UVICORN_S / 2
     # The first is never asked for through a proxy, which is another transport.

@@ -151,6 +151,7 @@ def test_staging_that_finds_foreign_weights_stops_the_engine(
     assert here.holds(2)
 
 
+@pytest.mark.full
 def test_what_was_staged_is_let_go_once_following_went_past_it(leader: Leader) -> None:
     leader.update(0)
     leader.stage(1)
@@ -346,6 +347,7 @@ def rotate(callers: list[Caller], files: list[Path], content: str) -> None:
             caller.settle()
 
 
+@pytest.mark.full
 def test_a_token_is_rotated_without_a_failed_call(running: Running) -> None:
     callers = [Caller(url, running.mine) for url in running.urls]
     try:

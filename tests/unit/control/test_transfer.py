@@ -182,7 +182,9 @@ def holds_the_last_step(engine: Told, store: FaultyStore) -> bool:
 Train = Callable[..., Trained]
 
 
-@pytest.mark.parametrize("attach", [True, False], ids=["own", "given"])
+@pytest.mark.parametrize(
+    "attach", [True, pytest.param(False, marks=pytest.mark.full)], ids=["own", "given"]
+)
 def test_every_sync_is_a_version_that_all_engines_hold(
     train: Train, store: FaultyStore, attach: bool
 ) -> None:
@@ -213,6 +215,7 @@ def test_training_goes_on_without_an_engine_that_hangs(
     assert recompute(store).keys() == set(range(STEPS + 1))
 
 
+@pytest.mark.full
 def test_a_store_that_fails_once_costs_a_version_and_no_more(
     train: Train, store: FaultyStore
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_store_that_fails_once_costs_a_version_and_no_more(
     assert trainer.rollout_worker.synced == [(1, 0), (2, 0), (3, 1), (4, 2)]
 
 
+@pytest.mark.full
 def test_a_store_that_can_not_say_what_became_of_a_version_holds_nobody_up(
     train: Train, store: FaultyStore
 ) -> None:
@@ -235,6 +239,7 @@ def test_a_store_that_can_not_say_what_became_of_a_version_holds_nobody_up(
     assert engine.versions[-1] > 0
 
 
+@pytest.mark.full
 def test_a_store_that_fails_ends_training_where_that_is_wanted(
     train: Train, store: FaultyStore
 ) -> None:

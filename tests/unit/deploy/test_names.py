@@ -72,6 +72,7 @@ def promtool() -> str:
     return found
 
 
+@pytest.mark.full
 def test_compose_follows_a_schema_that_refuses_what_is_wrong(tmp_path: Path) -> None:
     check: list[str | Path] = [
         SCRIPTS / "check-jsonschema",

@@ -356,6 +356,7 @@ def test_a_silence_shorter_than_polls_is_named(
     assert found.hint
 
 
+@pytest.mark.full
 def test_credentials_of_s3_are_checked(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")

@@ -126,6 +126,7 @@ def test_quickstart_of_a_folder(run: Any) -> None:
     assert Path("policy/model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_quickstart_of_s3(run: Any, seaweed: "Seaweed", monkeypatch: pytest.MonkeyPatch) -> None:
     options = seaweed.options
     monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
@@ -140,6 +141,7 @@ def test_quickstart_of_s3(run: Any, seaweed: "Seaweed", monkeypatch: pytest.Monk
     check(url, namespace["model"], step=10)
 
 
+@pytest.mark.full
 def test_quickstart_of_a_bucket_of_the_hub(
     run: Any, hub: "HubServer", bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +166,7 @@ def test_trl(run: Any) -> None:
     assert "deltachain/version" in reported
 
 
+@pytest.mark.full
 def test_trainer_of_transformers(run: Any) -> None:
     small = (
         'TrainingArguments(use_cpu=True, report_to="none", learning_rate=1e-3, disable_tqdm=True,'
@@ -196,6 +199,7 @@ def test_quantised_chain(run: Any) -> None:
     }
 
 
+@pytest.mark.full
 def test_fsdp2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from examples.demo.online.processes import free_port  # noqa: PLC0415
 

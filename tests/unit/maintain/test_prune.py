@@ -137,6 +137,7 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     assert all(edge.pruned for edge in gone)
 
 
+@pytest.mark.full
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
     made = Grown(Clock())
     made.grow(80)
@@ -148,6 +149,7 @@ def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() 
         check_bits(made, version)
 
 
+@pytest.mark.full
 def test_time_keeps_versions(grown: Grown) -> None:
     finish(pruner_of(grown, last=1, within_s=30.0))  # one version a second
     for version in range(29, 60):
@@ -293,6 +295,7 @@ def test_readers_find_their_way_to_what_was_kept(tag: Version) -> None:
         check_bits(grown, version)
 
 
+@pytest.mark.full
 def test_a_rule_that_asks_for_what_is_gone_keeps_the_rest(
     grown: Grown, caplog: pytest.LogCaptureFixture
 ) -> None:

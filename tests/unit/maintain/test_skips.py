@@ -224,6 +224,7 @@ def cost_of_versions(store: MemoryStore, count: int) -> tuple[int, int]:
     return counting.calls, nbytes
 
 
+@pytest.mark.full
 def test_a_version_costs_a_publisher_the_same_however_long_the_chain_is() -> None:
     short, long = MemoryStore(), MemoryStore()
     grow(short, 1000)
@@ -347,6 +348,7 @@ def test_a_round_without_news_adds_nothing() -> None:
         assert not present(Maintainer(chain, None).round()).skips
 
 
+@pytest.mark.full
 def test_a_plan_from_far_behind_takes_skips() -> None:
     grown = Grown(MemoryStore())
     grown.grow(300, density=0.004)

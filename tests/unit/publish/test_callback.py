@@ -105,6 +105,7 @@ def test_unknown_settings_are_refused_with_the_nearest(url: str, name: str, hint
     assert hint in caught.value.hint
 
 
+@pytest.mark.full
 def test_the_best_model_loaded_at_the_end_is_the_last_version(make: Make, url: str) -> None:
     model, truth = llama(), Truth()
     trained = make(
@@ -133,6 +134,7 @@ def test_the_best_model_loaded_at_the_end_is_the_last_version(make: Make, url: s
     assert_newest_is(model, url)
 
 
+@pytest.mark.full
 def test_a_trainer_that_is_attached_again_has_one_publisher(make: Make, url: str) -> None:
     model = llama()
     trained = make(model)
@@ -182,6 +184,7 @@ def test_the_steps_after_the_last_version_are_a_version(make: Make, url: str) ->
     assert [receipt.step for receipt in callback.receipts] == [3, 4]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bound", [False, True])
 def test_metrics_are_in_the_log_history_and_reported_by_a_bound_trainer(
     make: Make, url: str, *, bound: bool

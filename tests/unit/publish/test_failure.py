@@ -120,6 +120,7 @@ def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
     assert "closing the publisher" not in done.stderr
 
 
+@pytest.mark.full
 def test_what_fails_at_the_end_is_told(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     end = f"publisher.flush()\nimport shutil; shutil.rmtree({folder!r})\npublisher.publish(step=9)"
@@ -207,6 +208,7 @@ def test_parts_are_in_the_order_of_their_tensors_whatever_arrives_first() -> Non
         np.testing.assert_array_equal(found[spec.name], bits)
 
 
+@pytest.mark.full
 def test_memory_is_bounded_while_the_store_stands_still() -> None:
     go, added = threading.Event(), list[int]()
 
@@ -402,6 +404,7 @@ def test_an_unknown_outcome_is_not_forgotten_while_the_store_is_down(
     one.assert_head_is(2)
 
 
+@pytest.mark.full
 def test_a_hint_that_can_not_be_written_fails_nothing(begin: Begin) -> None:
     one = begin()
     actions: tuple[Action, ...] = ("refuse", "fail", "full", "lose-reply")

@@ -76,6 +76,7 @@ def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OnDevice]:
     made.close()
 
 
+@pytest.mark.full
 def test_versions_are_followed_folded_and_taken_back(here: OnDevice) -> None:
     here.publish(1)
     here.subscriber.update()

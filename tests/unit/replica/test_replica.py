@@ -234,7 +234,11 @@ def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Sharding)
     ("shape", "on_host"),
     [
         (Sharding(odd=HOSTED), True),
-        (Sharding(tp=2, odd=tuple(n for n in HOSTED if n != "bias")), True),  # zeros on one rank
+        pytest.param(  # zeros on one rank
+            Sharding(tp=2, odd=tuple(n for n in HOSTED if n != "bias")),
+            True,
+            marks=pytest.mark.full,
+        ),
         pytest.param(Sharding(odd=HOSTED), False, marks=pytest.mark.full),
         pytest.param(Sharding(tp=2), False, marks=pytest.mark.full),
         pytest.param(Sharding(tp=2, untied=True), False, marks=pytest.mark.full),
@@ -392,6 +396,7 @@ def test_tensors_that_the_engine_replaced_are_found_again_and_healed(
 # What is kept
 
 
+@pytest.mark.full
 def test_spools_are_gone_once_they_are_written(followed: Build) -> None:
     here = followed()
     here.publish(1, 2)
@@ -446,6 +451,7 @@ def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
     assert here.holds(1)
 
 
+@pytest.mark.full
 def test_another_subscriber_finds_what_the_last_one_left(followed: Build) -> None:
     """The ways into the weights are those that were found while the checkpoint was in them."""
     here = followed(Sharding(tp=2, odd=("cast", "packed")))

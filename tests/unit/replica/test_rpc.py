@@ -357,6 +357,7 @@ def test_answers_are_remembered_for_a_while(rank: RankService) -> None:
     assert isinstance(again[0], StateReply)
 
 
+@pytest.mark.full
 def test_a_swap_of_nothing_writes_nothing_and_is_told_once(
     rank: RankService, model: FakeModel
 ) -> None:
@@ -447,6 +448,7 @@ def test_every_reply_repeats_its_request(rank: RankService, model: FakeModel) ->
         assert not isinstance(reply, StagedReply), "there is no such spool"
 
 
+@pytest.mark.full
 def test_a_model_has_one_service_for_as_long_as_it_lives(tmp_path: Path, model: FakeModel) -> None:
     services, here, there = RankServices(), nn.Linear(1, 1), nn.Linear(1, 1)
     settings = RankSettings(spool=tmp_path)

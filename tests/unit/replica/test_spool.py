@@ -238,6 +238,7 @@ def test_memory_beside_the_patches_is_that_of_a_few_inflated_frames(tmp_path: Pa
 # How long it lives
 
 
+@pytest.mark.full
 def test_it_goes_with_its_owner(tmp_path: Path) -> None:
     spool = spool_of(tmp_path, [delta("dense")])
     assert len(list(tmp_path.iterdir())) == 1
@@ -322,6 +323,7 @@ def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
     assert len(list((tmp_path / "other").iterdir())) == 3
 
 
+@pytest.mark.full
 def test_several_leaders_share_a_folder(tmp_path: Path) -> None:
     """One that is being made must not look like one that was left."""
 

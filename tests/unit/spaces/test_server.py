@@ -190,6 +190,7 @@ def test_the_idle_make_place_and_the_busy_stay(client: TestClient, clock: Clock)
     assert client.get("/healthz").json()["sessions"] == LIMIT
 
 
+@pytest.mark.full
 def test_one_client_locks_nobody_out(clock: Clock) -> None:
     app = make_app(Sessions(LIST, clock=clock))
     with TestClient(app, client=("192.0.2.1", 1)) as greedy:
@@ -257,6 +258,7 @@ def serving(folder: Path, command: list[str]) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.full
 def test_the_script_serves_the_given_words_and_ends_when_told_to(tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.write_text("abbey\n", encoding="utf-8")

@@ -317,6 +317,7 @@ def test_listing_goes_over_pages_and_look_ups_over_requests(hub: HubServer, open
     assert store.requests - before == 2
 
 
+@pytest.mark.full
 def test_requests_are_those_that_the_hub_counts(
     hub: HubServer, opened: Open, gateway: dict[str, str]
 ) -> None:
@@ -360,6 +361,7 @@ def test_requests_are_those_that_the_hub_counts(
     assert hub.counts("s3") == {"PUT s3": 1}
 
 
+@pytest.mark.full
 def test_storage_token_is_renewed_before_it_ends(hub: HubServer, opened: Open) -> None:
     hub.configure(xet_token_s=62, calls=1_000_000)
     store = opened()

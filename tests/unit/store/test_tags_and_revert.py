@@ -31,7 +31,11 @@ def opened(place: Place) -> Callable[[], Store]:
     return lambda: open_store(place.url(), writer=True)
 
 
-@pytest.mark.parametrize("place", KINDS, indirect=True)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(k, marks=() if k == "file" else pytest.mark.full) for k in KINDS],
+    indirect=True,
+)
 def test_a_tagged_version_is_found_and_gone_back_to(
     place: Place, opened: Callable[[], Store], tmp_path: Path
 ) -> None:

@@ -594,7 +594,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "chain"
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("kind", ["tmpfs", pytest.param("ext4", marks=pytest.mark.full)])
 def test_a_disk_without_room_is_refused_by_what_is_missing_and_nothing_is_left(
     kind: str, chain: Path, tmp_path: Path
 ) -> None:

@@ -526,7 +526,13 @@ def test_another_models_checkpoint_is_refused(
 
 
 @ARMS
-@pytest.mark.parametrize("shape", [Sharding(odd=tuple(ODD)), Sharding(tp=2, odd=tuple(ODD))])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Sharding(odd=tuple(ODD)),
+        pytest.param(Sharding(tp=2, odd=tuple(ODD)), marks=pytest.mark.full),
+    ],
+)
 def test_every_awkward_tensor_gets_the_class_it_should(
     shape: Sharding, tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

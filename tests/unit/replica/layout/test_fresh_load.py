@@ -295,6 +295,7 @@ def test_one_who_cannot_know_what_they_hold_joins_from_nothing(followed: Make) -
         scene.close()
 
 
+@pytest.mark.full
 def test_a_tensor_that_something_is_derived_from_is_not_unused(
     followed: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
