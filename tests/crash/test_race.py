@@ -139,7 +139,7 @@ def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: i
         assert same(bits_of(held), bits_of(winner.model))
 
 
-ROUNDS = {"memory": 200, "file": 50, "s3": 20}
+ROUNDS = {"memory": 100, "file": 50, "s3": 20}
 TABLE = Table(tensors=(("a", "BF16", (4,)),))
 
 T = TypeVar("T")
@@ -217,7 +217,7 @@ def attach(store: Store) -> Callable[[], Trainer]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"), [*(("memory", n) for n in range(200)), *(("s3", n) for n in range(10))]
+    ("kind", "number"), [*(("memory", n) for n in range(50)), *(("s3", n) for n in range(10))]
 )
 def test_of_two_racing_publishers_exactly_one_owns_the_chain(
     kind: str, number: int, place_of: Callable[[str], Place]
