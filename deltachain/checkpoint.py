@@ -428,19 +428,29 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 @contextmanager
 def creating(file: Path) -> Iterator[Path]:
-    """Yield a new, empty file that atomically and durably replaces ``file`` on success.
+    """Yield a new, empty file that atomically and durably replaces ``file`` on success."""
+    partial = create(file)
+    try:
+        yield partial
+        put_in_place(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def create(file: Path) -> Path:
+    """Create an empty file that is to replace ``file``.
 
     Its name is random: a link that another user of the folder planted is not followed.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    try:
-        yield partial
-        with partial.open("r+b") as written:
-            os.fsync(written.fileno())
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    return partial
+
+
+def put_in_place(partial: Path, file: Path) -> None:
+    with partial.open("r+b") as written:
+        os.fsync(written.fileno())
+    partial.replace(file)
     sync_folder(file.parent)
 
 

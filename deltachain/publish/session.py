@@ -17,7 +17,7 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.fetch import Fetched, fetch
+from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Replay, anchor_due
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
@@ -641,8 +641,9 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 def _difference(session: Session, head: Committed) -> Diff | None:
     chain, config = session.writer.chain, session.config
     try:
-        fetched = fetch(chain, chain.plan(None, head), base=config.base)
-        changes = dict(_compare(fetched, session.source, session.snapshot))
+        plan = chain.plan(None, head)
+        with fetching(chain, plan, base=config.base, hold=False) as fetched:
+            changes = dict(_compare(fetched, session.source, session.snapshot))
     except UNREADABLE as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
         return None

@@ -39,7 +39,7 @@ from deltachain.subscribe.history import (
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
-from deltachain.subscribe.targets.local import decodes_once
+from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.threads import Closeable
 from deltachain.types import StateDigest, Version
 from deltachain.version import __version__
@@ -622,7 +622,8 @@ class Subscriber(Closeable):
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         start, budget, chain = time.perf_counter(), self.config.stage_budget, self.chain
         look_s = max(0.0, time.time() - committed.manifest.time)
-        once = decodes_once(self.target, chain.table.specs(), budget)
+        target, specs = self.target, chain.table.specs()
+        once = isinstance(target, PatchedTarget) and target.decodes_once(specs, budget)
 
         def stage(fetched: Fetched) -> Prepared:
             try:

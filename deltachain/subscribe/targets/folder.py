@@ -9,9 +9,12 @@ import fcntl
 import logging
 import os
 import shutil
+import sys
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -30,10 +33,11 @@ from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.disk_space import check_room, fill_holes, hint_for
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
-from deltachain.format.keys import object_digest
+from deltachain.format.keys import digest_key, object_digest
+from deltachain.kernels import host
 from deltachain.kernels.protocol import same_bits
 from deltachain.remote_code import bare, without_remote_code
-from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.tensor_patch import (
     Patch,
@@ -43,7 +47,7 @@ from deltachain.subscribe.targets.tensor_patch import (
     sum_states,
 )
 from deltachain.threads import Pool, cores
-from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
+from deltachain.types import Bits, StateDigest, TensorSpec, Version, check_spec
 
 # The parts are ordinary parts of FORMAT.md, so the same code verifies them when they are read back.
 
@@ -218,6 +222,56 @@ class HeldFile(Document, frozen=True, kw_only=True):
     held: HeldVersion | None
 
 
+@contextmanager
+def unwritten(folder: Path, version: Version) -> Iterator[None]:
+    """Convert errors of writes that are not seen yet to a ``PartialApplyError``."""
+    try:
+        yield
+    except (OSError, errors.FormatError, errors.ConfigError) as exc:
+        raise errors.PartialApplyError(
+            f"{folder}: version {version} could not be written down, the weights are as they were: "
+            f"{exc}",
+            version=version,
+            hint=hint_for(exc, folder),
+        ) from exc
+
+
+class NewWeights:
+    """A weights file that is written a tensor at a time and does not appear before :meth:`put`.
+
+    Released without it, or by a killed process, it leaves nothing that is taken for weights.
+    """
+
+    def __init__(self, file: Path, version: Version) -> None:
+        self._file, self._version = file, version
+        self._partial = checkpoints.create(file)
+        self.drop = weakref.finalize(self, self._partial.unlink, missing_ok=True)
+
+    def allocate(self, specs: Iterable[TensorSpec]) -> None:
+        with unwritten(self._file.parent, self._version):
+            checkpoints.allocate(self._partial, specs)
+            self._checkpoint = checkpoints.Checkpoint(self._partial)
+
+    def write(self, patch: Patch) -> Patch:
+        """Write all bits of a tensor, and return its patch without memory for them."""
+        with unwritten(self._file.parent, self._version):
+            write(FileBits(*self._checkpoint.place(patch.spec.name), patch.spec), patch)
+        new = np.broadcast_to(np.zeros(1, patch.spec.bits_dtype), patch.new.shape)
+        return replace(patch, new=new)
+
+    def put(self) -> Stamps:
+        made = stamps_of([self._partial])[self._partial]
+        checkpoints.put_in_place(self._partial, self._file)
+        return {self._file: made}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written(Patches):
+    """Patches whose bits are in a new weights file already."""
+
+    weights: NewWeights
+
+
 class FolderTarget(PatchedTarget):
     """A checkpoint folder, created if missing, written by one process at a time.
 
@@ -234,6 +288,7 @@ class FolderTarget(PatchedTarget):
         self._live: dict[str, list[FileBits]] = {}
         self._stamps: Stamps | None = {}  # None: to be mapped and read again
         self._lock = FolderLock(folder)
+        self._new = weakref.WeakSet[NewWeights]()  # staged, and not yet in place
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Match tensors by name, and finish an interrupted swap, or raise a ``PoisonedError``."""
@@ -249,6 +304,8 @@ class FolderTarget(PatchedTarget):
 
     def close(self) -> None:
         """Release the folder; one that was never filled is left in its original state."""
+        for new in self._new:
+            new.drop()
         self._lock.release()
 
     def held(self) -> HeldVersion | None:
@@ -302,47 +359,87 @@ class FolderTarget(PatchedTarget):
         if base is None:
             with explained(self.folder):
                 self._map_if_altered()
-        staged = super().stage(fetched, base=base, state=state, budget=budget)
-        if not self._live:
-            with explained(self.folder):
-                check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
-        return staged
+        if self._live:
+            return super().stage(fetched, base=base, state=state, budget=budget)
+        with explained(self.folder):
+            return self._stage_new(fetched, base, state)
+
+    def _stage_new(
+        self, fetched: Fetched, base: StateDigest | None, state: StateDigest
+    ) -> "Written":
+        """Decode into a new weights file, with one tensor a core in memory."""
+        check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
+        file = self.folder / checkpoints.weights_file(self._specs, self.assets)
+        new = NewWeights(file, fetched.plan.edges[-1].version)
+        self._new.add(new)
+        try:
+            new.allocate(self._specs.values())
+            found = self._stage(fetched, base=base, state=state, budget=sys.maxsize, keep=new.write)
+        except BaseException:
+            new.drop()
+            raise
+        return Written(
+            patches=found.patches,
+            deferred=(),
+            fetched=None,
+            nnz=found.nnz,
+            base_too=found.base_too,
+            weights=new,
+        )
+
+    def decodes_once(self, specs: Iterable[TensorSpec], budget: int) -> bool:
+        return not self._live or super().decodes_once(specs, budget)
+
+    def swap(self, prepared: Prepared, held: HeldVersion) -> float:
+        if not isinstance(prepared, Written):
+            return super().swap(prepared, held)
+        start = time.perf_counter()
+        try:
+            with unwritten(self.folder, held.version):
+                self._refuse_altered(held)
+                self._remember(held.chain, held)  # without weights it has no effect
+                made = prepared.weights.put()
+                self._map()
+        finally:
+            prepared.weights.drop()
+        self._wrote(made)
+        return time.perf_counter() - start
 
     def bits(self, name: str) -> Bits:
         with explained(self.folder):
             return self._live[name][0].bits
 
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
-        """Compute a patch; if there are no weights yet, from zeros, for dense deltas only."""
+        """Compute a patch; of a dense delta only, without old bits, if there are no weights yet."""
         live = self._live.get(delta.spec.name)
+        if live is None:
+            written = host.digest(digest_key(delta.spec), delta.values)
+            return Patch(
+                spec=delta.spec,
+                indices=None,
+                old=None,
+                new=delta.values,
+                change=StateDigest(),
+                written=written,
+            )
         with explained(self.folder):
-            if live is not None:
-                near = delta.indices
-                bits = live[0].bits if near is None else live[0].bits_near(near)
-                return prepare(WholeTensor(bits), delta, base_too=base_too)
-        zeros = WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype))
-        return prepare(zeros, delta, base_too=base_too)
+            near = delta.indices
+            bits = live[0].bits if near is None else live[0].bits_near(near)
+            return prepare(WholeTensor(bits), delta, base_too=base_too)
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         try:
-            self._refuse_altered(held)
-            if not self._live:
-                self._wrote(self._create(patches, held))
-                return
-            if any(_is_shared(file) for file in self._files()):  # a backup since the last swap
-                self._map()
-                self._stamps = self._stamped()
-            seal = self._journal.write(patches, held)
-            before = self._stamped()
-            self._refuse_altered(held)
-        except (OSError, errors.FormatError, errors.ConfigError) as exc:
+            with unwritten(self.folder, held.version):
+                self._refuse_altered(held)
+                if any(_is_shared(file) for file in self._files()):  # a backup since the last swap
+                    self._map()
+                    self._stamps = self._stamped()
+                seal = self._journal.write(patches, held)
+                before = self._stamped()
+                self._refuse_altered(held)
+        except errors.PartialApplyError:
             self._journal.clear()
-            raise errors.PartialApplyError(
-                f"{self.folder}: version {held.version} could not be written down, "
-                f"the weights are as they were: {exc}",
-                version=held.version,
-                hint=hint_for(exc, self.folder),
-            ) from exc
+            raise
         self._stamps = None  # until all is written: whoever heals it maps the files again
         try:
             self._replay(seal)
@@ -358,27 +455,6 @@ class FolderTarget(PatchedTarget):
                 f"{held.version} was staged; nothing was written",
                 version=held.version,
             )
-
-    def _create(self, patches: Iterable[Patch], held: HeldVersion) -> Stamps:
-        """Create the weights file of a folder without one, with one patch in memory at a time."""
-        file = checkpoints.weights_file(self._specs, self.assets)
-        absent = set(self._specs)
-        with checkpoints.creating(self.folder / file) as partial:
-            checkpoints.allocate(partial, self._specs.values())
-            checkpoint = checkpoints.Checkpoint(partial)
-            for patch in patches:
-                for place in self._places(checkpoint, patch.spec, [patch.spec.name]):
-                    write(place, patch)
-                absent.discard(patch.spec.name)
-            if absent:
-                raise errors.ConfigError(
-                    f"{self.folder} has no weights, nor has the plan {min(absent)!r}"
-                )
-            # Before the weights appear: without them it has no effect.
-            self._remember(held.chain, held)
-            made = stamps_of([partial])[partial]
-        self._map()
-        return {self.folder / file: made}
 
     def _recover(self) -> None:
         try:
@@ -508,9 +584,9 @@ class OwnFolder(FolderTarget):
                 )
         super().bind(specs, aliases)
 
-    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
+    def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         self.refuse_other(held.chain)
-        super().write(patches, held)
+        return super().swap(prepared, held)
 
     def refuse_other(self, chain: str) -> None:
         file = self.folder / checkpoints.HELD_FILE

@@ -66,14 +66,33 @@ class PatchedTarget(Target, ABC):
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Write patches, all or none, and record ``held``; consume ``patches`` once."""
 
+    def decodes_once(self, specs: Iterable[TensorSpec], budget: int) -> bool:
+        """Return whether a plan from nothing is staged within a budget, and at once."""
+        return 2 * sum(spec.nbytes for spec in specs) <= budget
+
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
+        return self._stage(fetched, base=base, state=state, budget=budget)
+
+    def _stage(
+        self,
+        fetched: Fetched,
+        *,
+        base: StateDigest | None,
+        state: StateDigest,
+        budget: int,
+        keep: Callable[[Patch], Patch] = lambda patch: patch,
+    ) -> Patches:
+        """Stage a plan; ``keep`` returns what is to be kept of a patch, called in threads."""
         patches: list[Patch] = []
         deferred: list[str] = []
         effect = Effect()
         nbytes = 0
-        one = partial(self._stage_one, fetched, base_too=base is not None)
+
+        def one(name: str) -> Patch:
+            return keep(self._stage_one(fetched, name, base_too=base is not None))
+
         with Pool(cores(), "deltachain-stage") as pool:
             for patch in self.ordered(pool, one, fetched.specs, fetched.arriving()):
                 nbytes += patch.nbytes
@@ -128,11 +147,6 @@ class PatchedTarget(Target, ABC):
             for name in prepared.deferred:
                 delta = prepared.fetched.read(name, partial(self.bits, name))
                 yield self.prepare(delta, base_too=False).without_old()
-
-
-def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bool:
-    """Return whether a target stages tensors from nothing within a budget, and at once."""
-    return isinstance(target, PatchedTarget) and 2 * sum(s.nbytes for s in specs) <= budget
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> Cause:

@@ -224,14 +224,21 @@ def test_a_budget_too_small_for_anything_is_enough_for_a_folder(run: Run) -> Non
     assert run.matches(run.mirror)
 
 
-def test_a_plan_that_does_not_fill_an_empty_folder_is_refused(run: Run, mirror: Path) -> None:
+def test_weights_of_a_new_folder_appear_once_they_are_proven(run: Run, mirror: Path) -> None:
     subscriber = run.subscribe(mirror)
-    staged = present(subscriber.stage())
-    assert isinstance(subscriber.target, FolderTarget)
+    for _ in range(2):  # whoever asks again gets a file of its own
+        staged = present(subscriber.stage())
     assert isinstance(staged.prepared, Patches)
-    with pytest.raises(PartialApplyError, match="has no weights"):
-        subscriber.target.write(staged.prepared.patches[:-1], staged.to)
-    assert [path.name for path in mirror.iterdir()] == [LOCK_FILE]
+    assert sum(np.asarray(patch.new).strides[0] for patch in staged.prepared.patches) == 0
+    hidden = [file for file in mirror.iterdir() if file.name != LOCK_FILE]
+    assert len(hidden) in (1, 2)
+    assert not list(mirror.glob("*.safetensors"))
+    subscriber.close()
+    del staged
+    assert not list(mirror.iterdir())
+    subscriber = run.subscribe(mirror)
+    subscriber.swap(present(subscriber.stage()))
+    assert run.matches(mirror)
 
 
 @pytest.mark.parametrize("record", ["as it was", "torn"])
