@@ -139,7 +139,7 @@ bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 	.venv-sglang/bin/python -m tests.engines.bench
 
 test-triton: venv  ## Triton programs without a card: interpreted, and compiled for three architectures
-	$(BIN)/pytest -m triton tests/unit/test_triton_programs.py tests/unit/test_kernels.py
+	$(BIN)/pytest -m triton tests/unit/test_staging_programs.py tests/unit/test_kernels.py
 
 # Not in CI: Chromium is a package of the system. Debian: apt-get install chromium
 test-browser: venv  ## the dashboard in Chromium, which must be installed

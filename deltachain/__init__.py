@@ -12,7 +12,7 @@ from deltachain.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain as Chain
-    from deltachain.control.fleet import Fleet as Fleet
+    from deltachain.control.announce import Fleet as Fleet
     from deltachain.control.trl_transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.errors import DeltaChainError as DeltaChainError
     from deltachain.publish import DeltaChainCallback as DeltaChainCallback
@@ -32,7 +32,7 @@ _HOME: Final = {
     "DeltaChainCallback": "deltachain.publish",
     "DeltaChainError": "deltachain.errors",
     "DeltaChainWeightTransfer": "deltachain.control.trl_transfer",
-    "Fleet": "deltachain.control.fleet",
+    "Fleet": "deltachain.control.announce",
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",
     "Publisher": "deltachain.publish",

@@ -1,6 +1,6 @@
 """The control plane: HTTP routes of replicas, their clients, and an agent for stock servers."""
 
-from .fleet import Announced, Fleet
+from .announce import Announced, Fleet
 from .replica_client import ReplicaClient
 
 __all__ = ["Announced", "Fleet", "ReplicaClient"]

@@ -17,7 +17,7 @@ from deltachain.publish.publisher import Published, Publisher
 from deltachain.publish.session import PublishReceipt
 from deltachain.types import Version
 
-from .fleet import DEADLINE_S, Announced, Fleet, Wait
+from .announce import DEADLINE_S, Announced, Fleet, Wait
 from .replica_client import ReplicaClient
 
 logger = logging.getLogger(__name__)

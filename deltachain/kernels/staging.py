@@ -40,7 +40,7 @@ def decodes_on(device: torch.device) -> bool:
 
 @cache
 def _programs() -> Any:  # noqa: ANN401 - needs Triton
-    return import_module("deltachain.kernels.triton_programs")
+    return import_module("deltachain.kernels.staging_programs")
 
 
 def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # noqa: ANN401

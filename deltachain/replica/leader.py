@@ -28,10 +28,10 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
 
-from .all_ranks import ReplicaTarget
 from .engine import Engine
 from .messages import status_row
 from .settings import ReplicaSettings
+from .swap import ReplicaTarget
 
 EVERY_S: Final = 5.0
 """Seconds between two questions, which every rank answers between two steps of the engine."""

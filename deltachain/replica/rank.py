@@ -45,7 +45,7 @@ from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
 from .layout.module_members import undisturbed
 from .layout.runtime_tables import RuntimeTables
-from .live_record import REPLACED, LateTies, LiveRecord, find_late_ties
+from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
 from .placements import Placement, Window
 from .settings import RankSettings
 from .spool import Spool

@@ -26,7 +26,7 @@ from deltachain.setting_types import fields_of, names_checked, whole
 from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
+from deltachain.subscribe.fetch_around import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, Looked, Round, repeat
 from deltachain.subscribe.history import (
     Watch,

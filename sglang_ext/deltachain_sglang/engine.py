@@ -9,10 +9,10 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
-from deltachain.replica.all_ranks import ReplicaTarget
 from deltachain.replica.engine import pause_mode, run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest, encode
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from deltachain.chain.chain import Chain
-from deltachain.control.fleet import Announced, Fleet
+from deltachain.control.announce import Announced, Fleet
 from deltachain.format import keys
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader

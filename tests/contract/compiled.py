@@ -13,7 +13,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deltachain.kernels import triton_programs
+from deltachain.kernels import staging_programs
 from deltachain.kernels.staging import BLOCK, WARPS
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
@@ -27,7 +27,7 @@ OTHER_TYPES = {
     "verdict": "*i32",
     "ndim": "i32",
 }
-OFFSETS = dict.fromkeys(triton_programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
+OFFSETS = dict.fromkeys(staging_programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
 
@@ -37,13 +37,13 @@ def cases() -> Iterator[Case]:
     for width in ELEMENTS:
         for gap, absolute in ((1, False), (2, False), (1, True), (2, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
-            yield triton_programs.decode_segment, width, constants
+            yield staging_programs.decode_segment, width, constants
         for masked, kind in ((False, 0), (False, 1), (True, 0), (True, 2)):
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
-            yield triton_programs.stage_block, width, constants
-        yield triton_programs.write_block, width, {}
+            yield staging_programs.stage_block, width, constants
+        yield staging_programs.write_block, width, {}
     for masked in (False, True):
-        yield triton_programs.count_block, 2, {"MASKED": masked}
+        yield staging_programs.count_block, 2, {"MASKED": masked}
 
 
 def compile_for(arch: int, case: Case) -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltachain.replica import live_record
+from deltachain.replica import moved_tensors
 from deltachain.replica.layout import derived, discover, loaded_checkpoint, reloads
 from deltachain.replica.layout import in_place as read_back
 from deltachain.replica.layout import loaded_checkpoint as other_bits
@@ -25,7 +25,7 @@ from deltachain.replica.layout.findings import Findings
 from deltachain.replica.layout.model_state import LoadGroup, LoadMethod, ModelState, load_with
 from deltachain.replica.layout.module_members import Members, MemoryIndex
 from deltachain.replica.layout.reloads import Trial, _Seen
-from deltachain.replica.live_record import LateTies
+from deltachain.replica.moved_tensors import LateTies
 from tests.property.engine import RandomEngine
 from tests.property.layers import Layer, first, other
 from tests.property.recipe import OPAQUE, PURE, Recipe, Unit, loaders, modules, shares
@@ -412,7 +412,7 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "what is derived is found": (partial(_skip, "find_derived"), tryable_modules(76)),
     "what is kept as one stays equal": (partial(_off, LateTies, "check"), shares(12)),
     "slots that move are seen": (
-        lambda patch: patch.setattr(live_record, "slots_of", lambda *_: {}),
+        lambda patch: patch.setattr(moved_tensors, "slots_of", lambda *_: {}),
         shares(0),
     ),
     "equal matrices are kept as one, too": (partial(_off, LateTies, "check"), shares(20)),

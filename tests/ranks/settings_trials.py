@@ -18,7 +18,7 @@ from typing_extensions import override
 
 import deltachain
 from deltachain.chain.trust import SigningKey
-from deltachain.control.fleet import Wait
+from deltachain.control.announce import Wait
 from deltachain.control.trl_transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher

@@ -18,7 +18,7 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
 from deltachain.codec import Part
 from deltachain.codec.frames import FRAME
-from deltachain.control.fleet import Fleet
+from deltachain.control.announce import Fleet
 from deltachain.errors import (
     ConfigError,
     DeltaChainError,

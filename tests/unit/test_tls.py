@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from deltachain.control.agent import EngineClient
-from deltachain.control.fleet import Fleet
+from deltachain.control.announce import Fleet
 from deltachain.control.replica_client import ReplicaClient, make_client
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.replica.leader import Leader

@@ -12,9 +12,9 @@ from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.replica import messages as wire
-from deltachain.replica.all_ranks import ReplicaTarget
 from deltachain.replica.engine import pause_mode, run_on
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE

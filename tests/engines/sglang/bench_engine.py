@@ -39,9 +39,9 @@ def measure_updates(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from deltachain.replica.all_ranks import ReplicaTarget
     from deltachain.replica.rank import RankService
     from deltachain.replica.settings import RankSettings
+    from deltachain.replica.swap import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
     from tests.engines.bench.applying import Live, follow
     from tests.engines.sglang.fresh import known, load_in_context

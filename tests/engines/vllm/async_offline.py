@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError
-from deltachain.replica.all_ranks import ReplicaTarget
+from deltachain.replica.swap import ReplicaTarget
 from tests.engines.vllm.offline import _ENVIRONMENT, LENGTH
 
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
-from deltachain.control.fleet import Fleet
+from deltachain.control.announce import Fleet
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.control.announce import Fleet, Wait
 from deltachain.control.comparison import ReplicaRow, compare, newest_seen
-from deltachain.control.fleet import Fleet, Wait
 from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher

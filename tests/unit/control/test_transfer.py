@@ -16,7 +16,7 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from deltachain.control.fleet import Wait
+from deltachain.control.announce import Wait
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.trl_transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError

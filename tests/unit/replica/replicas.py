@@ -10,9 +10,9 @@ import torch
 
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica.all_ranks import ReplicaTarget
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.swap import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Full, Sharding, full_of, save, trained

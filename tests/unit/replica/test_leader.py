@@ -20,9 +20,9 @@ from deltachain.errors import (
 )
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
-from deltachain.replica.all_ranks import PauseHolds, ReplicaTarget
-from deltachain.replica.live_record import LiveRecord
 from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
+from deltachain.replica.moved_tensors import LiveRecord
+from deltachain.replica.swap import PauseHolds, ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Sharding

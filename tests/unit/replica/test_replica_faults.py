@@ -27,9 +27,8 @@ from deltachain.errors import (
     StoreError,
     TensorMismatchError,
 )
-from deltachain.replica import all_ranks as client
 from deltachain.replica import leader as engine_watch
-from deltachain.replica.all_ranks import PauseHolds, PreparedSwap
+from deltachain.replica import swap as client
 from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.messages import (
     PendingReply,
@@ -39,6 +38,7 @@ from deltachain.replica.messages import (
     StartedReply,
     SwapReply,
 )
+from deltachain.replica.swap import PauseHolds, PreparedSwap
 from deltachain.status import Status
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding

@@ -22,7 +22,6 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.format.documents import ObjectRef
-from deltachain.replica.all_ranks import error_of, raise_refusal
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.classes import Classified
 from deltachain.replica.messages import (
@@ -64,6 +63,7 @@ from deltachain.replica.messages import (
 from deltachain.replica.rank import REMEMBERED, Handler, RankService, RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import SpooledObject, SpoolIndex
+from deltachain.replica.swap import error_of, raise_refusal
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 from tests.support.engine import FakeModel, Sharding, save, trained

@@ -23,7 +23,6 @@ from deltachain.errors import (
 )
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica import spool
-from deltachain.replica.all_ranks import PreparedSwap, ReplicaTarget
 from deltachain.replica.fetcher import folder_id, hosts_of, sees_probe, shown
 from deltachain.replica.leader import Leader
 from deltachain.replica.messages import (
@@ -38,6 +37,7 @@ from deltachain.replica.messages import (
 )
 from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.spool import PROBE, Spool
+from deltachain.replica.swap import PreparedSwap, ReplicaTarget
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber, subscriber
 from deltachain.types import StateDigest

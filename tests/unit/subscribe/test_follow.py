@@ -10,7 +10,7 @@ from deltachain.chain.chain import Committed
 from deltachain.errors import ChainMismatchError, PartialApplyError, StoreError, TensorMismatchError
 from deltachain.format import keys
 from deltachain.store import MemoryStore
-from deltachain.subscribe import ApplyReceipt, Subscriber, fetch
+from deltachain.subscribe import ApplyReceipt, Subscriber, fetch_around
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON
 from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.faults import Fault
@@ -96,7 +96,7 @@ def test_a_word_from_outside_ends_the_wait(run: Run) -> None:
 def test_the_head_goes_on_while_a_target_hangs(
     run: Run, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, failing: bool
 ) -> None:
-    monkeypatch.setattr(fetch, "LEAST_LOOK_S", 0.01)
+    monkeypatch.setattr(fetch_around, "LEAST_LOOK_S", 0.01)
     run.publish()
     chain, stage = subscriber.chain, subscriber.target.stage
     newest = chain.newest
@@ -133,7 +133,7 @@ def test_one_wide_look_serves_a_version(
     run.publish()
     with run.join(run.zeros, 0, poll_s=60.0) as subscriber:
         run.publish(1)
-        monkeypatch.setattr(fetch, "LEAST_LOOK_S", 0.0 if late else 60.0)
+        monkeypatch.setattr(fetch_around, "LEAST_LOOK_S", 0.0 if late else 60.0)
         store.looks.clear()
         receipt = next(subscriber.follow(stop=Event()))
         asked = [look for look in store.looks if keys.manifest_key(2) in look]
