@@ -271,6 +271,10 @@ class Written(Patches):
 
     weights: NewWeights
 
+    @property
+    def can_undo(self) -> bool:
+        return False
+
 
 class FolderTarget(PatchedTarget):
     """A checkpoint folder, created if missing, written by one process at a time.
