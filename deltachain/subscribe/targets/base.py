@@ -83,7 +83,7 @@ class Target(Protocol):
     ) -> Prepared:
         """Compute the writes of a plan, and prove that their result is the plan's version.
 
-        Nothing is written.
+        Weights stay as they are; those of a new folder are written into a hidden file.
 
         Args:
             fetched: Objects of the plan.
