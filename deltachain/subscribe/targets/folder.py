@@ -435,6 +435,8 @@ class FolderTarget(PatchedTarget):
         try:
             with unwritten(self.folder, held.version):
                 self._refuse_altered(held)
+                if not self._live:
+                    raise errors.ConfigError(f"{self.folder} has no weights")
                 if any(_is_shared(file) for file in self._files()):  # a backup since the last swap
                     self._map()
                     self._stamps = self._stamped()

@@ -233,6 +233,9 @@ def test_weights_of_a_new_folder_appear_once_they_are_proven(run: Run, mirror: P
     hidden = [file for file in mirror.iterdir() if file.name != LOCK_FILE]
     assert len(hidden) in (1, 2)
     assert not list(mirror.glob("*.safetensors"))
+    assert isinstance(subscriber.target, FolderTarget)
+    with pytest.raises(PartialApplyError, match="has no weights"):
+        subscriber.target.write(staged.prepared.patches[:-1], staged.to)
     subscriber.close()
     del staged
     assert not list(mirror.iterdir())
