@@ -413,17 +413,17 @@ def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
     return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
 
 
-def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Write the header of a safetensors file and allocate its data, filled with zeros.
+def begin(file: Path, specs: Iterable[TensorSpec]) -> dict[str, int]:
+    """Write the header of a safetensors file; return the offset of each tensor's data by name.
 
-    Wide elements come first, so that every tensor is aligned; returns the tensors in that order.
+    Wide elements come first, so that every tensor is aligned.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
     rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]
     header = write_header({"format": "pt"}, rows)
     file.write_bytes(header)
-    reserve(file, len(header) + sum(spec.nbytes for spec in ordered))
-    return ordered
+    starts = itertools.accumulate((spec.nbytes for spec in ordered), initial=len(header))
+    return {spec.name: start for spec, start in zip(ordered, starts, strict=False)}
 
 
 @contextmanager

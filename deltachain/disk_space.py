@@ -20,24 +20,24 @@ class NoRoomError(OSError):
         self.missing = max(nbytes - free, 1)
 
 
-def reserve(file: Path, nbytes: int) -> None:
-    """Extend a file to ``nbytes`` with zeros and allocate its blocks, so that writes find space.
+def reserve(file: Path, nbytes: int, start: int = 0) -> None:
+    """Allocate blocks of a file, zeros at its end, so that writes of ``nbytes`` there find space.
 
     Without preallocation (old NFS) only free space is checked: use ``pwrite``, which can fail.
     """
     with file.open("r+b", buffering=0) as out:
-        there = os.fstat(out.fileno()).st_blocks * 512
+        there = 0 if start else os.fstat(out.fileno()).st_blocks * 512
         free = _free(os.fstatvfs(out.fileno())) + there
         try:
-            _allocate(out.fileno(), nbytes)
+            _allocate(out.fileno(), start, nbytes)
         except OSError as exc:
             if exc.errno in FULL:
                 raise NoRoomError(exc, file, nbytes, free) from exc
             if exc.errno not in _CANNOT:
                 raise
             _refuse(file, nbytes, free)
-            if os.fstat(out.fileno()).st_size < nbytes:
-                out.truncate(nbytes)
+            if os.fstat(out.fileno()).st_size < start + nbytes:
+                out.truncate(start + nbytes)
 
 
 def check_room(folder: Path, nbytes: int) -> None:
@@ -90,12 +90,12 @@ def _free(status: os.statvfs_result) -> int:
 _FALLOCATE: Final = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 
 
-def _allocate(descriptor: int, nbytes: int) -> None:
+def _allocate(descriptor: int, start: int, nbytes: int) -> None:
     if nbytes == 0:
         return
     if _FALLOCATE is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    while _FALLOCATE(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+    while _FALLOCATE(descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))

@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_610, 236, 0.09),
+    "wheel": Size(52_620, 236, 0.09),
     "tests": Size(79_720, 340, 1.0),
 }
 

@@ -1,6 +1,5 @@
 """Checkpoint files and containers in memory, for tests."""
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.checkpoint import allocate, creating
+from deltachain.checkpoint import begin, creating
 from deltachain.codec.container import ReadAt
 from deltachain.types import Buffer, TensorSpec
 
@@ -17,11 +16,12 @@ def write_weights(
     file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], npt.NDArray[Any]]
 ) -> None:
     with creating(file) as partial:
-        ordered = allocate(partial, specs)
+        named = {spec.name: spec for spec in specs}
+        starts = begin(partial, named.values())
         with partial.open("r+b") as out:
-            out.seek(-sum(spec.nbytes for spec in ordered), os.SEEK_END)
-            for spec in ordered:
-                out.write(np.ascontiguousarray(read(spec)).view(np.uint8).data)
+            for name, start in starts.items():
+                out.seek(start)
+                out.write(np.ascontiguousarray(read(named[name])).view(np.uint8).data)
 
 
 def reader_of(data: Buffer) -> ReadAt:

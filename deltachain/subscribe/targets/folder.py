@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -30,7 +31,7 @@ from deltachain.chain.identity import chain_around
 from deltachain.checkpoint import LIBRARY, differing_fields, fields
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta
-from deltachain.disk_space import check_room, fill_holes, hint_for
+from deltachain.disk_space import check_room, fill_holes, hint_for, reserve
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import digest_key, object_digest
@@ -246,16 +247,26 @@ class NewWeights:
         self._file, self._version = file, version
         self._partial = checkpoints.create(file)
         self.drop = weakref.finalize(self, self._partial.unlink, missing_ok=True)
+        self._checking, self._has_room = Lock(), False
 
-    def allocate(self, specs: Iterable[TensorSpec]) -> None:
+    def begin(self, specs: Mapping[str, TensorSpec]) -> None:
+        self._nbytes = sum(spec.nbytes for spec in specs.values())
         with unwritten(self._file.parent, self._version):
-            checkpoints.allocate(self._partial, specs)
-            self._checkpoint = checkpoints.Checkpoint(self._partial)
+            self._starts = checkpoints.begin(self._partial, specs.values())
 
     def write(self, patch: Patch) -> Patch:
-        """Write all bits of a tensor, and return its patch without memory for them."""
+        """Write all bits of a tensor, and return its patch without memory for them.
+
+        Room is taken for what was decoded, not for what a chain says that it has.
+        """
+        start = self._starts[patch.spec.name]
+        with self._checking:
+            if not self._has_room:
+                check_room(self._file.parent, self._nbytes)
+                self._has_room = True
         with unwritten(self._file.parent, self._version):
-            write(FileBits(*self._checkpoint.place(patch.spec.name), patch.spec), patch)
+            reserve(self._partial, patch.spec.nbytes, start)
+            write(FileBits(self._partial, start, patch.spec), patch)
         new = np.broadcast_to(np.zeros(1, patch.spec.bits_dtype), patch.new.shape)
         return replace(patch, new=new)
 
@@ -372,12 +383,11 @@ class FolderTarget(PatchedTarget):
         self, fetched: Fetched, base: StateDigest | None, state: StateDigest
     ) -> "Written":
         """Decode into a new weights file, with one tensor a core in memory."""
-        check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
         file = self.folder / checkpoints.weights_file(self._specs, self.assets)
         new = NewWeights(file, fetched.plan.edges[-1].version)
         self._new.add(new)
         try:
-            new.allocate(self._specs.values())
+            new.begin(self._specs)
             found = self._stage(fetched, base=base, state=state, budget=sys.maxsize, keep=new.write)
         except BaseException:
             new.drop()
