@@ -153,9 +153,9 @@ def follow(url: str, kind: str, folder: str, versions: list[int], kill: list[Any
     subscriber = Subscriber(url, replica_of(TinyModel(), kind, Path(folder)).target)
     for version in first:
         subscriber.update(version)
+    die_in(*kill)  # a new folder is filled while it is staged
     staged = subscriber.stage(last)
     assert staged is not None
-    die_in(*kill)
     subscriber.swap(staged)
 
 
