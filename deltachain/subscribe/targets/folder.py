@@ -264,8 +264,9 @@ class NewWeights:
             if not self._has_room:
                 check_room(self._file.parent, self._nbytes)
                 self._has_room = True
+            with unwritten(self._file.parent, self._version):  # one at a time: it may truncate
+                reserve(self._partial, patch.spec.nbytes, start)
         with unwritten(self._file.parent, self._version):
-            reserve(self._partial, patch.spec.nbytes, start)
             write(FileBits(self._partial, start, patch.spec), patch)
         new = np.broadcast_to(np.zeros(1, patch.spec.bits_dtype), patch.new.shape)
         return replace(patch, new=new)
