@@ -61,7 +61,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SEVERAL = pytest.param(SHAPES["tp2pp2"], id="tp2pp2", marks=pytest.mark.full)
-"""Triton's interpreter takes seconds for each: other shapes are those of the host's tests."""
+"""Triton's interpreter takes seconds for each shape; tests of the host run all of them."""
 REST = [
     pytest.param(shape, id=name, marks=pytest.mark.slow)
     for name, shape in SHAPES.items()

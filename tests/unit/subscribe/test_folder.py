@@ -226,7 +226,7 @@ def test_a_budget_too_small_for_anything_is_enough_for_a_folder(run: Run) -> Non
 
 def test_weights_of_a_new_folder_appear_once_they_are_proven(run: Run, mirror: Path) -> None:
     subscriber = run.subscribe(mirror)
-    for _ in range(2):  # whoever asks again gets a file of its own
+    for _ in range(2):  # each stage writes a file of its own
         staged = present(subscriber.stage())
     assert isinstance(staged.prepared, Patches)
     assert sum(np.asarray(patch.new).strides[0] for patch in staged.prepared.patches) == 0
