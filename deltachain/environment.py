@@ -177,6 +177,7 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "STAGE_BUDGET": Variable("bytes of staged and undo bits", _count),
     "POLL_S": Variable("seconds between polls for a new version", _seconds),
     "SPOOL": Variable("folder of fetched objects, shared by the processes of a host", Path),
+    "PROOFS": Variable("folder of layouts proven before, or off; one beside the spools", _line),
     "DECODE": Variable("where ranks decode changes, host or device", _place),
     "SIGNING_KEY": Variable("file of the private key with which a publisher signs", Path),
     "TRUSTED_KEYS": Variable(

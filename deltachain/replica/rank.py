@@ -29,7 +29,7 @@ from deltachain.kernels import host, staging, torch_kernels
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.redact import redacted_url
 from deltachain.subscribe.targets.base import take_back, write_all
-from deltachain.subscribe.targets.tensor_patch import WholeTensor, state_of, warm_up
+from deltachain.subscribe.targets.tensor_patch import LiveElements, WholeTensor, state_of, warm_up
 from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -41,6 +41,8 @@ from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
 from .layout.fresh_load import expect_fresh
+from .layout.in_place import again, read_back
+from .layout.kept_proof import find_layout
 from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
 from .layout.module_members import undisturbed
@@ -141,7 +143,8 @@ def own_stream(model: EngineModel) -> Iterator[None]:
 class Rank:
     """A rank's share of the model.
 
-    The constructor discovers its layout, which blocks the engine; see :func:`discover.discover`.
+    The constructor finds its layout, which blocks the engine; see :func:`discover.discover`. With a
+    folder of ``proofs``, it takes the layout of an earlier start that is kept there, proven again.
     Changes are decoded on the ``host`` or the ``device``, by default where the weights are.
     """
 
@@ -152,6 +155,7 @@ class Rank:
         aliases: Mapping[str, str],
         *,
         decode: str = "",
+        proofs: Path | None = None,
     ) -> None:
         self.model = model
         self._decode = decode
@@ -165,7 +169,7 @@ class Rank:
         self._specs = {spec.name: spec for spec in specs}
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
-            self._attached = discover(model, self._source)
+            self._attached = find_layout(model, self._source, proofs)
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
@@ -228,8 +232,9 @@ class Rank:
 
     def find_unused(self, names: Iterable[str]) -> dict[str, Classified]:
         """Test whether the engine uses tensors that no rank holds; blocks the engine."""
-        model = self.model
-        with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
+        model, held = self.model, read_back(self._source, self._attached.places).held
+        rewrites = again(self._source, held)
+        with settled(), undisturbed(model.modules().values(), model.tensors(), rewrites) as bits:
             found = find_unused(ModelState(model, self._source, bits), self._attached, names)
         return {
             name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
@@ -243,14 +248,20 @@ class Rank:
         return {n: host.digest(digest_key(self._specs[n]), self._source.bits(n)) for n in held}
 
     def state(self) -> dict[HolderKey, StateDigest]:
-        total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
+        parts: list[tuple[HolderKey, TensorSpec, LiveElements]] = []
         for name, spec in self._specs.items():
             if name in self._copies.bits:
-                copy = WholeTensor(self._copies.bits[name])
-                total[self._holders[name][0], 0] += state_of(spec, copy)
-                continue
-            for place, slot in self._places(name):
-                total[slot] += state_of(spec, place)
+                parts.append(
+                    ((self._holders[name][0], 0), spec, WholeTensor(self._copies.bits[name]))
+                )
+            else:
+                parts += [(slot, spec, place) for place, slot in self._places(name)]
+        on_host = all(torch_kernels.on_host(one) for one in self.model.tensors().values())
+        total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
+        with Pool(cores() if on_host else 0) as pool:
+            found = pool.map(lambda part: state_of(*part[1:]), parts)
+            for (slot, _, _), digest in zip(parts, found, strict=True):
+                total[slot] += digest
         return dict(total)
 
     def stage(
@@ -560,8 +571,8 @@ class RankService:
         rank = next((one for one in known if one.is_for(request.specs, request.aliases)), None)
         if rank is None:
             self.settle()  # weights hold other bits while their layout is found
-            decode = self._settings.decode
-            rank = Rank(self._model(), request.specs, request.aliases, decode=decode)
+            decode, proofs = self._settings.decode, self._settings.proofs
+            rank = Rank(self._model(), request.specs, request.aliases, decode=decode, proofs=proofs)
         lead = Lead(request.leader, rank, request.url)
         if self._lead.rank is None:
             self._lead = lead

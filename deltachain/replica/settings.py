@@ -20,6 +20,14 @@ def spool_folder(environment: Mapping[str, str]) -> Path:
     return Path(given) if given else Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
 
 
+def proofs_folder(environment: Mapping[str, str]) -> Path | None:
+    """Return the folder of kept proofs, by default beside the spools; ``None`` if it is off."""
+    given = environment.get("DELTACHAIN_PROOFS", "")
+    if given == "off":
+        return None
+    return Path(given) if given else spool_folder(environment) / "proofs"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """Settings of one rank."""
@@ -27,6 +35,7 @@ class RankSettings:
     spool: Path  # the only folder from which plans are read
     url: str = ""  # the only chain that the rank accepts; empty for any
     decode: str = ""  # where changes are decoded; empty for where the weights are
+    proofs: Path | None = None  # folder of kept proofs; none are kept without one
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankSettings":
@@ -35,6 +44,7 @@ class RankSettings:
             spool=spool_folder(environment),
             url=environment.get("DELTACHAIN_URL", ""),
             decode=environment.get("DELTACHAIN_DECODE", ""),
+            proofs=proofs_folder(environment),
         )
 
 

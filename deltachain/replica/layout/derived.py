@@ -25,6 +25,9 @@ from .module_members import MemoryIndex, digest_of
 if TYPE_CHECKING:
     from .discover import Layout
 
+TOGETHER: Final = 256 << 20
+"""Bytes of weights up to which groups are packed together; a larger one is packed alone."""
+
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""
 
@@ -90,6 +93,8 @@ class _Search:
         self.groups = components(self.links, self.links, findings.joined)
         self.unstable: dict[LoadMethod, frozenset[str]] = {}  # change if the same is loaded
         self.missing: set[LoadMethod] = set()
+        # Packing anew processes every layer that it is given; the engine's own reload may not.
+        self.packing: tuple[LoadMethod, ...] = RELOADS if findings.reload_only else RELOADS[::-1]
         self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
         loaded = all_layers(self.all_links, self.all_links)
@@ -153,8 +158,12 @@ class _Search:
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
         if not changed or not groups:
             return frozenset()
-        packing = [self._follow(method, groups, changed) for method in RELOADS]
-        seen = [found for found in packing if found is not None]
+        seen: list[frozenset[str]] = []
+        for method in self.packing:
+            found = self._follow(method, groups, changed)
+            seen += [] if found is None else [found]
+            if seen and not self.findings.reload_only:
+                break  # no tensor needs the other method, and one shows what processing makes
         plain = self._follow("loaded", groups, changed)
         untried = self.uncovered
         if plain is not None:  # a load alone processes no layer
@@ -219,8 +228,9 @@ class _Search:
         layers = state.memory.tied(all_layers(self.links, names))
         if method == "repacked":
             layers |= self.beyond
+        load = partial(self._load_groups, method, groups)
         try:
-            state.load(method, names, changed, layers)
+            load(changed)
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed()
             self.made_anew |= layers if method == "repacked" else frozenset()
@@ -232,7 +242,31 @@ class _Search:
         except Exception:  # noqa: BLE001 - an engine may raise anything
             return None
         finally:
-            state.put_back(partial(state.load, method, names, layers=layers))
+            state.put_back(load)
+
+    def _load_groups(
+        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str] = frozenset()
+    ) -> None:
+        """Load groups; some at a time if they are packed, which takes the memory of raw layers."""
+        state, beyond = self.state, self.beyond if method == "repacked" else frozenset[str]()
+        batches = list(self._batches(groups)) if method == "repacked" else [groups]
+        for number, batch in enumerate(batches, 1):
+            names = [name for group in batch for name in group]
+            layers = state.memory.tied(all_layers(self.links, names))
+            last = beyond if number == len(batches) else frozenset[str]()
+            state.load(method, names, changed, layers | last)
+
+    def _batches(self, groups: list[list[str]]) -> Iterator[list[list[str]]]:
+        batch: list[list[str]] = []
+        filled = 0
+        for group in groups:
+            nbytes = sum(self.state.source.specs[name].nbytes for name in group)
+            if batch and filled + nbytes > TOGETHER:
+                yield batch
+                batch, filled = [], 0
+            batch.append(group)
+            filled += nbytes
+        yield batch
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:

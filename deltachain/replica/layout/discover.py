@@ -19,14 +19,17 @@ from .derived import find_derived
 from .findings import Findings, from_recording, require_classes
 from .fresh_load import find_comparable
 from .in_place import (
+    ReadBack,
+    again,
     compare_bits,
     find_overlapping,
     find_transformed,
+    read_back,
     refuse_unverifiable,
     verify_in_place,
     verify_uniform,
 )
-from .load_recorder import record
+from .load_recorder import Recording, record
 from .loaded_checkpoint import LoadedCheckpoint
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, restore_outputs
 from .module_members import undisturbed
@@ -71,15 +74,37 @@ class Layout:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Where a loader stores each tensor, and whether the bits there are the checkpoint's."""
+
+    recording: Recording
+    placements: Mapping[str, tuple[Placement, ...]]
+    readback: ReadBack
+
+
+def recorded(model: EngineModel, source: LoadedCheckpoint) -> Recorded:
+    """Record the engine's loader, and read live bits back; nothing is written."""
+    recording = record(model.load, source.loaded.values(), model.modules())
+    placements = recording.placements(source.owner)
+    return Recorded(recording, placements, read_back(source, placements))
+
+
 def discover(
-    model: EngineModel, source: LoadedCheckpoint, required: Mapping[str, TensorClass] | None = None
+    model: EngineModel,
+    source: LoadedCheckpoint,
+    required: Mapping[str, TensorClass] | None = None,
+    *,
+    seen: Recorded | None = None,
 ) -> Layout:
     """Find how to update every tensor of a chain in a rank that holds the checkpoint it loaded."""
-    with undisturbed(model.modules().values(), model.tensors()) as bits:
-        recording = record(model.load, source.loaded.values(), model.modules())
+    seen = seen or recorded(model, source)
+    rewrites = again(source, seen.readback.held)
+    with undisturbed(model.modules().values(), model.tensors(), rewrites) as bits:
         state = ModelState(model, source, bits)
         try:
-            findings = _decide(state, from_recording(state, recording), required or {})
+            findings = from_recording(state, seen.recording)
+            findings = _decide(state, findings, seen.readback, required or {})
         finally:
             restore_outputs(state)
         comparable, incomparable = find_comparable(model, findings.groups, source.clones)
@@ -99,12 +124,14 @@ def discover(
     )
 
 
-def _decide(state: ModelState, findings: Findings, required: Mapping[str, TensorClass]) -> Findings:
+def _decide(
+    state: ModelState, findings: Findings, readback: ReadBack, required: Mapping[str, TensorClass]
+) -> Findings:
     """Decide the class of every tensor, step by step; each step restores the model."""
     # Which tensors have a worse class on another rank?
     findings = require_classes(findings, required)
     # Which tensors are stored as they were loaded? Which share elements? Which are not stored?
-    findings = compare_bits(state, findings)
+    findings = compare_bits(readback, findings)
     findings = find_overlapping(findings)
     findings = find_transformed(state, findings)
     # Which layers can be neither inspected nor tested?

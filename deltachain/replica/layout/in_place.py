@@ -1,10 +1,11 @@
 """Prove that tensors can be written in place, and find those that cannot."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, zip_longest
 from typing import Final
 
 import torch
@@ -14,47 +15,99 @@ from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import WIRE_NAMES
 
 from .findings import Findings, all_layers, components, links_of
+from .loaded_checkpoint import LoadedCheckpoint, made_ahead
 from .model_state import ModelState
+from .module_members import span
 from .reloads import holds_bits, write_bits
 
 
-def compare_bits(state: ModelState, findings: Findings) -> Findings:
-    """Compare live bits with the checkpoint's: a processed parameter cannot be written."""
-    source = state.source
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """Live bits compared with the checkpoint's.
+
+    ``reasons`` say which tensors are stored in another form; ``changed`` ones of these have other
+    bits. The ``held`` ones, with their places, are stored as the checkpoint has them.
+    """
+
+    reasons: Mapping[str, str]
+    changed: frozenset[str]
+    held: Mapping[str, Sequence[Placement]]
+
+
+def read_back(source: LoadedCheckpoint, placements: Mapping[str, Sequence[Placement]]) -> ReadBack:
     reasons: dict[str, str] = {}
     changed: set[str] = set()
-    for name, spec in source.specs.items():
-        for place in findings.placements[name]:
+    placed = [name for name, places in placements.items() if places]
+    for name, bits in zip(placed, made_ahead(source.bits, placed), strict=True):
+        for place in placements[name]:
             dtype = WIRE_NAMES.get(place.live.dtype)
-            if dtype != spec.dtype:
+            if dtype != source.specs[name].dtype:
                 reasons.setdefault(name, f"the engine serves it as {dtype}")
-            elif not holds_bits([place], source.bits(name)):
+            elif not holds_bits([place], bits):
                 reasons.setdefault(name, "the engine changed its bits after loading")
                 changed.add(name)
-    placed = {name for name, found in findings.placements.items() if found}
+    held = {name: found for name, found in placements.items() if found and name not in reasons}
+    return ReadBack(reasons, frozenset(changed), held)
+
+
+def again(
+    source: LoadedCheckpoint, held: Mapping[str, Sequence[Placement]]
+) -> dict[int, Callable[[], None]]:
+    """Return functions that write whole storages again from the checkpoint, by address."""
+    return {
+        address: partial(_write_again, source, sharing)
+        for address, sharing in _by_storage(held).items()
+        if _is_covered(sharing)
+    }
+
+
+def _write_again(source: LoadedCheckpoint, sharing: Iterable[tuple[str, Placement]]) -> None:
+    for name, place in sharing:
+        write_bits([place], source.bits(name))
+
+
+def _is_covered(sharing: Sequence[tuple[str, Placement]]) -> bool:
+    """Return whether places, all of one width, cover the storage that they share."""
+    live = sharing[0][1].live
+    if any(place.live.element_size() != live.element_size() for _, place in sharing):
+        return False
+    sizes = [place.window.numel * live.element_size() for _, place in sharing]
+    nbytes = live.untyped_storage().nbytes()
+    return max(sizes) == nbytes or (sum(sizes) == nbytes and not _overlapping(sharing))
+
+
+def _overlapping(sharing: Sequence[tuple[str, Placement]]) -> set[str]:
+    """Return the names of places that share elements with an earlier place in their storage."""
+    spans = sorted(span(place.live) for _, place in sharing)
+    if all(one[1] <= other[0] for one, other in pairwise(spans)):
+        return set()
+    found: set[str] = set()
+    live = sharing[0][1].live
+    taken = torch.zeros(live.untyped_storage().nbytes() // live.element_size(), dtype=torch.bool)
+    for name, place in sharing:
+        mine = taken.as_strided(place.live.shape, place.live.stride(), place.at)
+        if bool(mine.any()):
+            found.add(name)
+        mine.fill_(True)
+    return found
+
+
+def compare_bits(readback: ReadBack, findings: Findings) -> Findings:
+    """Compare live bits with the checkpoint's: a processed parameter cannot be written."""
     return replace(
-        findings.not_in_place(reasons),
-        reload_only=findings.reload_only | changed,
-        readable=frozenset(placed - reasons.keys()),
+        findings.not_in_place(readback.reasons),
+        reload_only=findings.reload_only | readback.changed,
+        readable=frozenset(readback.held),
     )
 
 
 def find_overlapping(findings: Findings) -> Findings:
     """Find tensors that would overwrite one another; tied names are one tensor."""
-    overlapping: set[str] = set()
-    for sharing in _by_storage(findings, findings.placements):
-        live = sharing[0][1].live
-        taken = torch.zeros(
-            live.untyped_storage().nbytes() // live.element_size(), dtype=torch.bool
-        )
-        for name, place in sharing if len(sharing) > 1 else ():
-            mine = taken.as_strided(place.live.shape, place.live.stride(), place.at)
-            if bool(mine.any()):
-                overlapping.add(name)
-            mine.fill_(True)
+    shared = map(_overlapping, _by_storage(findings.placements).values())
+    overlapping = frozenset[str]().union(*shared)
     names = [name for name in findings.placements if name in overlapping]
     reasons = dict.fromkeys(names, "it shares live elements with another tensor")
-    return replace(findings.only_reloaded(reasons), overlapping=frozenset(names))
+    return replace(findings.only_reloaded(reasons), overlapping=overlapping)
 
 
 def find_transformed(state: ModelState, findings: Findings) -> Findings:
@@ -103,11 +156,11 @@ def verify_in_place(state: ModelState, findings: Findings) -> Findings:
     for picked in zip_longest(*components(links, links)):
         names = [name for name in picked if name is not None]
         layers = all_layers(links, names)
-        for name in names:
-            write_bits(findings.placements[name], source.other(name))
+        for name, other in zip(names, made_ahead(source.other, names), strict=True):
+            write_bits(findings.placements[name], other)
         followed = state.follows(layers)
-        for name in names:
-            write_bits(findings.placements[name], source.bits(name))
+        for name, bits in zip(names, made_ahead(source.bits, names), strict=True):
+            write_bits(findings.placements[name], bits)
         left = state.follows(layers)
         for name in names:
             packed, unstable = links[name] - followed, links[name] & left
@@ -157,7 +210,8 @@ def _uniform_storages(state: ModelState, findings: Findings) -> list[str]:
     reloads = findings.reload_only - findings.unverifiable
     reloaded = frozenset().union(*(findings.loaded_into.get(n, frozenset()) for n in reloads))
     found: list[str] = []
-    for sharing in _by_storage(findings, findings.in_place()):
+    kept = {name: findings.placements[name] for name in findings.in_place()}
+    for sharing in _by_storage(kept).values():
         layers = state.memory.in_storage_of(sharing[0][1].live)
         if layers.isdisjoint(state.processed):
             continue
@@ -169,9 +223,11 @@ def _uniform_storages(state: ModelState, findings: Findings) -> list[str]:
     return found
 
 
-def _by_storage(findings: Findings, names: Iterable[str]) -> Iterable[list[tuple[str, Placement]]]:
+def _by_storage(
+    placements: Mapping[str, Iterable[Placement]],
+) -> dict[int, list[tuple[str, Placement]]]:
     stored: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
-    for name in names:
-        for place in findings.placements[name]:
+    for name, places in placements.items():
+        for place in places:
             stored[place.live.untyped_storage().data_ptr()].append((name, place))
-    return stored.values()
+    return stored

@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,14 @@ from deltachain.kernels import host
 from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets.tensor_patch import varied
+from deltachain.threads import Pool
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
 
 from .load_recorder import Load
 from .module_members import Provenance, tensors_in
+
+_T = TypeVar("_T")
 
 WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
 """Factory of checkpoint tensors, by chain name; new ones at each call, since loaders edit them."""
@@ -38,10 +41,21 @@ PERIOD: Final = 524_287
 def mixed(
     weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors for a loader, ``others`` with other bits; the next are made meanwhile."""
     changed = frozenset(others)
-    for name in names:
-        for here, tensor in weights([name]):
-            yield here, other_bits(tensor, turn) if name in changed else tensor
+
+    def make(name: str) -> list[tuple[str, Tensor]]:
+        made = weights([name])
+        return [(n, other_bits(one, turn)) for n, one in made] if name in changed else list(made)
+
+    for pairs in made_ahead(make, names):
+        yield from pairs
+
+
+def made_ahead(make: Callable[[str], _T], names: Iterable[str]) -> Iterator[_T]:
+    """Yield what is made of names, in order; the next is made in another thread meanwhile."""
+    with Pool(1, "deltachain-ahead") as pool:
+        yield from pool.ordered(make, names, ahead=2)
 
 
 def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:

@@ -21,6 +21,7 @@ from deltachain.replica.engine import EngineModel
 
 from .loaded_checkpoint import LoadedCheckpoint, mixed
 from .module_members import (
+    Fingerprints,
     Members,
     MemoryIndex,
     SavedBits,
@@ -202,12 +203,12 @@ class ModelState:
         self,
         model: EngineModel,
         source: LoadedCheckpoint,
-        bits: SavedBits | None = None,
+        bits: Fingerprints | None = None,
         layers: frozenset[str] | None = None,
     ) -> None:
         self.model, self.source = model, source
         self.tensors = dict(model.tensors())
-        self.bits = bits or SavedBits(self.tensors)
+        self.bits = bits or Fingerprints(self.tensors)
         self.modules = model.modules()
         self.owner = {name: layer_of(name, self.modules) for name in self.tensors}
         self.memory = MemoryIndex((self.owner[name], one) for name, one in self.tensors.items())
@@ -217,6 +218,7 @@ class ModelState:
         self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
 
     def now(self, layers: frozenset[str] | None = None) -> "ModelState":
+        """Return the state of this moment, to compare with: it cannot be put back."""
         return ModelState(self.model, self.source, layers=layers)
 
     def load(
@@ -288,7 +290,8 @@ class ModelState:
         may restore memory that cannot be inspected.
         """
         self._members.put_back()
-        self.bits.put_back()
+        if isinstance(self.bits, SavedBits):  # others only compare
+            self.bits.put_back()
         if load is not None and self.other_outputs(frozenset(self.outputs)):
             with suppress(Exception):
                 load()

@@ -8,8 +8,9 @@ items, and tensors with the memory that they view.
 
 # ruff: noqa: ANN401 - members of modules have any type
 import math
+import secrets
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -17,14 +18,24 @@ from functools import partial
 from hashlib import blake2b
 from itertools import combinations
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineDamagedError, TensorMismatchError
+from deltachain.kernels import host, torch_kernels
+from deltachain.kernels.torch_kernels import host_array, on_host
+from deltachain.types import StateDigest
 
 
 class Provenance:
@@ -90,7 +101,7 @@ class MemoryIndex:
 def overlap(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return bool(one.numel())
-    (first, last), (start, end) = _span(one), _span(other)
+    (first, last), (start, end) = span(one), span(other)
     if first >= end or start >= last:
         return False
     width = one.element_size()
@@ -104,7 +115,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - base).any())
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span(tensor: Tensor) -> tuple[int, int]:
     """Return the offsets of a tensor's first byte in its storage and after its last."""
     width, first = tensor.element_size(), int(tensor.storage_offset())
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -173,7 +184,7 @@ class Members:
 
     def replaced(self) -> Iterator[Any]:
         for box in self._boxes.values():
-            for key, after in _items(box.container).items():
+            for key, after in items(box.container).items():
                 if after is not box.items.get(key):
                     yield after
 
@@ -188,7 +199,7 @@ class Members:
 
     def _record(self, module: nn.Module) -> "_Box":
         for container in containers_of(module):
-            box = self._boxes[id(container)] = _Box(container, _items(container))
+            box = self._boxes[id(container)] = _Box(container, items(container))
             for value in box.items.values():
                 if isinstance(value, Tensor):
                     memory = _Memory(value, value.data, dict(vars(value)))
@@ -201,7 +212,7 @@ class Members:
         seen.add(id(box))
         if not box.items and not now:
             return
-        found = _items(now)
+        found = items(now)
         for key, before in box.items.items():
             inner = self._boxes.get(id(container_of(before)))
             if isinstance(before, Tensor):
@@ -250,7 +261,7 @@ class _Box:
             container[key] = value
 
     def has_changed(self) -> bool:
-        return not _same(_items(self.container), self.items)
+        return not _same(items(self.container), self.items)
 
     def put_back(self) -> None:
         if isinstance(self.container, dict):
@@ -262,36 +273,87 @@ class _Box:
             self.container.update(self.items.values())
 
 
-class SavedBits:
-    """Bits of some tensors, copied to the host by storage."""
+class Fingerprints:
+    """Digests of the bits of some tensors and of their storages; 128 bits by a secret key."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
-        for tensor in tensors.values():
-            flat = storage_of(tensor)
-            if flat.data_ptr() not in self._saved:
-                self._saved[flat.data_ptr()] = flat, flat.to("cpu", copy=True)
-
-    def put_back(self) -> None:
-        for live, saved in self._saved.values():
-            there = saved.to(live.device)
-            if not _equal(live, there):
-                live.copy_(there)
+        self._storages = {flat.data_ptr(): flat for flat in map(storage_of, tensors.values())}
+        self._digests: dict[object, StateDigest] = {}
+        for tensor in (*self._storages.values(), *tensors.values()):
+            if (view := _view(tensor)) not in self._digests:
+                self._digests[view] = fingerprint(tensor)
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's bits differ from the saved ones, or its memory is unknown."""
-        flat = storage_of(tensor)
-        if flat.data_ptr() not in self._saved:
-            return bool(flat.numel())
-        saved = self._saved[flat.data_ptr()][1].view(tensor.dtype) if flat.numel() else flat
-        before = saved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return not same_tensor(tensor.to("cpu"), before)
+        """Return whether a tensor's bits differ from the recorded ones, or were not recorded."""
+        known = self._digests.get(_view(tensor))
+        return bool(tensor.numel()) if known is None else known != fingerprint(tensor)
+
+
+class SavedBits(Fingerprints):
+    """Bits of some tensors, to be put back.
+
+    Storages are copied to the host, except those with a function in ``again``, by address, that
+    writes their bits again.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        again: Mapping[int, Callable[[], object]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(tensors)
+        self._again = dict(again)
+        for address, live in self._storages.items():
+            if address not in again:
+                self._again[address] = partial(_copy_back, live, live.to("cpu", copy=True))
+
+    def put_back(self) -> None:
+        """Restore the bits; raises an :class:`EngineDamagedError` if they cannot be had again."""
+        for address, live in self._storages.items():
+            if self.has_changed(live):
+                self._again[address]()
+                if self.has_changed(live):
+                    raise EngineDamagedError(
+                        "weights are not what they were before test loads: "
+                        "the checkpoint on disk changed meanwhile"
+                    )
+
+
+def _view(tensor: Tensor) -> object:
+    """Return what identifies the memory that a tensor views."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.nbytes
+    return tensor.data_ptr(), tensor.element_size(), tensor.shape, tensor.stride()
+
+
+def _copy_back(live: Tensor, saved: Tensor) -> None:
+    live.copy_(saved)
+
+
+_KEY: Final = secrets.randbits(64), secrets.randbits(64)
+
+
+def fingerprint(tensor: Tensor) -> StateDigest:
+    """Return a digest of a tensor's bits, by words of eight bytes: comparable in this process."""
+    flat = _bytes(tensor.detach())
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    end = len(flat) // 8 * 8
+    words, rest = flat[:end].view(torch.int64), flat[end:]
+    if not on_host(flat):
+        return torch_kernels.digest(_KEY, words) + torch_kernels.digest(_KEY, rest, end)
+    found = host.digest(_KEY, host_array(words, np.uint64))
+    return found + host.digest(_KEY, host_array(rest, np.uint8), end)
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[SavedBits]:
+def undisturbed(
+    modules: Iterable[nn.Module],
+    tensors: Mapping[str, Tensor],
+    again: Mapping[int, Callable[[], object]] = MappingProxyType({}),
+) -> Iterator[SavedBits]:
     """Restore the members of some modules and the bits of some tensors, whatever the body does."""
-    members, bits = Members(modules), SavedBits(tensors)
+    members, bits = Members(modules), SavedBits(tensors, again)
     try:
         yield bits
     finally:
@@ -323,7 +385,7 @@ def _values_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     paths = {id(vars(module)): ""}
     for container in containers_of(module):
         prefix = paths[id(container)]
-        for key, value in _items(container).items() if container else ():
+        for key, value in items(container).items() if container else ():
             bare = not prefix and key in ("_parameters", "_buffers")
             path = prefix if bare else f"{prefix}.{key}" if prefix else str(key)
             if type(value) not in LEAVES:
@@ -421,7 +483,7 @@ def container_of(value: Any) -> Any:
     return vars(value) if is_plain and hasattr(value, "__dict__") and not is_whole else None
 
 
-def _items(container: Any) -> dict[Any, Any]:
+def items(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
         return dict(container)
     if isinstance(container, list | tuple):

@@ -1,6 +1,6 @@
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels import numba_kernels, reference, torch_kernels
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
@@ -26,6 +26,7 @@ from deltachain.replica.layout.module_members import (
     undisturbed,
 )
 from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
+from tests.unit.replica.layout.conftest import Make
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 
@@ -171,6 +172,24 @@ def test_what_cannot_be_settled_is_told(change: Any, why: str) -> None:
         members.settle()
 
 
+def test_bits_of_a_checkpoint_are_written_again_instead_of_copied() -> None:
+    layer = Layer()
+    before, kept = layer.weight.detach().clone(), [layer.weight.detach().clone()]
+    address = layer.weight.untyped_storage().data_ptr()
+    bits = SavedBits(dict(tensors_in(layer)), {address: lambda: layer.weight.data.copy_(kept[0])})
+    layer.weight.data.zero_()
+    layer.scale.zero_()
+    bits.put_back()
+    assert torch.equal(layer.weight, before)
+    assert layer.scale.item() == 1
+    kept[0] = torch.ones(4, 8)
+    bits.put_back()
+    assert torch.equal(layer.weight, before), "nothing had changed"
+    layer.weight.data.zero_()
+    with pytest.raises(EngineDamagedError, match="checkpoint on disk changed"):
+        bits.put_back()
+
+
 def test_bits_know_what_changed() -> None:
     layer = Layer()
     bits = SavedBits(dict(tensors_in(layer)))
@@ -273,26 +292,6 @@ def test_two_views_have_an_element_in_common(one: Tensor, other: Tensor, expecte
 
 ARMS = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 
-Make = Callable[..., tuple[OneLayer, LoadedCheckpoint]]
-
-
-@pytest.fixture
-def one_layer(tmp_path: Path) -> Make:
-    """Makes an engine of one layer that has loaded a checkpoint of one tensor, or of more."""
-
-    def make(
-        loader: Loader, dtype: torch.dtype = torch.bfloat16, **more: Tensor
-    ) -> tuple[OneLayer, LoadedCheckpoint]:
-        full = {"w": torch.randn(SIZE).to(torch.bfloat16), **more}
-        save_file(full, tmp_path / "model.safetensors")
-        model = OneLayer(loader, dtype)
-        model.checkpoint = tmp_path
-        model.load((name, tensor.clone()) for name, tensor in full.items())
-        checkpoint = Checkpoint(tmp_path)
-        return model, LoadedCheckpoint(checkpoint, checkpoint.specs, {})
-
-    return make
-
 
 def bits(model: OneLayer) -> dict[str, bytes]:
     return {n: t.detach().view(torch.uint8).numpy().tobytes() for n, t in model.tensors().items()}
@@ -377,7 +376,7 @@ def test_one_bit_that_differs_is_enough(one_layer: Make) -> None:
     model.rearranged, model.repacks = frozenset([""]), True
     bits_of = np.zeros(24, np.uint16)
     bits_of[17] = 0x3F80
-    vars(source)["bits"] = lambda _: bits_of
+    vars(source)["bits"] = lambda _: bits_of.copy()
     model.p.data.copy_(torch.from_numpy(bits_of.view(np.int16)).view(torch.bfloat16).view(4, 6))
     assert untouched(model, source).classes == {"w": "in_place"}
 
