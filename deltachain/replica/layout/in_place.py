@@ -10,15 +10,16 @@ from typing import Final
 
 import torch
 
+from deltachain.kernels.protocol import LiveBits
 from deltachain.replica.placements import Placement
 from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import WIRE_NAMES
 
-from .findings import Findings, all_layers, components, links_of
+from .findings import Findings, Links, all_layers, components, links_of
 from .loaded_checkpoint import LoadedCheckpoint, made_ahead
 from .model_state import ModelState
 from .module_members import span
-from .reloads import holds_bits, write_bits
+from .reloads import flip_bits, holds_bits, write_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +149,53 @@ def verify_uniform(state: ModelState, findings: Findings) -> Findings:
 
 
 def verify_in_place(state: ModelState, findings: Findings) -> Findings:
-    """Write other bits of each tensor alone: its layers must compute from them."""
+    """Write other bits of each tensor alone: its layers must compute from them.
+
+    One bit of each element is flipped in place first, which needs no copy, and again to restore it.
+    A tensor that this does not show, such as zeros, is written with other numbers.
+    """
     source, computing = state.source, state.outputs.keys() & state.processed
     found = links_of(state, findings, findings.in_place())
     links = {name: layers & computing for name, layers in found.items() if layers & computing}
+    places = findings.placements
+
+    def flip(names: Sequence[str]) -> None:
+        for name in names:
+            flip_bits(places[name])
+
+    def write(make: Callable[[str], LiveBits], names: Sequence[str]) -> None:
+        for name, bits in zip(names, made_ahead(make, names), strict=True):
+            write_bits(places[name], bits)
+
     reasons: dict[str, str] = {}
     for picked in zip_longest(*components(links, links)):
         names = [name for name in picked if name is not None]
-        layers = all_layers(links, names)
-        for name, other in zip(names, made_ahead(source.other, names), strict=True):
-            write_bits(findings.placements[name], other)
-        followed = state.follows(layers)
-        for name, bits in zip(names, made_ahead(source.bits, names), strict=True):
-            write_bits(findings.placements[name], bits)
-        left = state.follows(layers)
-        for name in names:
-            packed, unstable = links[name] - followed, links[name] & left
-            if packed:
-                reasons[name] = f"{min(packed)} computes from a packed copy"
-            elif unstable:
-                reasons[name] = f"{min(unstable)} does not restore its output"
+        doubtful = _unfollowed(state, links, names, flip, flip)
+        other, first = partial(write, source.other), partial(write, source.bits)
+        reasons |= _unfollowed(state, links, list(doubtful), other, first)
     return findings.only_reloaded(reasons)
+
+
+def _unfollowed(
+    state: ModelState,
+    links: Links,
+    names: Sequence[str],
+    write: Callable[[Sequence[str]], None],
+    restore: Callable[[Sequence[str]], None],
+) -> dict[str, str]:
+    """Return why layers do not compute from other bits of tensors, written at once."""
+    layers, reasons = all_layers(links, names), dict[str, str]()
+    write(names)
+    followed = state.follows(layers)
+    restore(names)
+    left = state.follows(layers)
+    for name in names:
+        packed, unstable = links[name] - followed, links[name] & left
+        if packed:
+            reasons[name] = f"{min(packed)} computes from a packed copy"
+        elif unstable:
+            reasons[name] = f"{min(unstable)} does not restore its output"
+    return reasons
 
 
 def refuse_unverifiable(state: ModelState, findings: Findings) -> Findings:

@@ -106,6 +106,11 @@ def _change_of(dtype: torch.dtype) -> tuple[int, Callable[..., object]]:
     return exponent, lambda words, steps: host.rescale_(words, steps, one, large)
 
 
+def flipped_bit(dtype: torch.dtype) -> int:
+    """Return the last bit of a number's exponent, as an integer; that of an integer itself."""
+    return 1 if dtype is torch.bool else _change_of(dtype)[0]
+
+
 logger = logging.getLogger(__name__)
 
 Owners: TypeAlias = Callable[[Tensor], frozenset[str]]

@@ -10,7 +10,7 @@ items, and tensors with the memory that they view.
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +25,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,16 @@ from torch.utils._pytree import tree_leaves
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels import host, torch_kernels
 from deltachain.kernels.torch_kernels import host_array, on_host
+from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest
+
+_T = TypeVar("_T")
+
+MOST: Final = 4
+"""Threads that read, compare and restore bits: each needs the memory of a tensor."""
+
+SMALL: Final = 1 << 20
+"""Bytes up to which no thread is worth its start."""
 
 
 class Provenance:
@@ -278,10 +287,9 @@ class Fingerprints:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._storages = {flat.data_ptr(): flat for flat in map(storage_of, tensors.values())}
-        self._digests: dict[object, StateDigest] = {}
-        for tensor in (*self._storages.values(), *tensors.values()):
-            if (view := _view(tensor)) not in self._digests:
-                self._digests[view] = fingerprint(tensor)
+        views = {_view(one): one for one in (*self._storages.values(), *tensors.values())}
+        digests = _in_threads(fingerprint, views.values())
+        self._digests = dict(zip(views, digests, strict=True))
 
     def has_changed(self, tensor: Tensor) -> bool:
         """Return whether a tensor's bits differ from the recorded ones, or were not recorded."""
@@ -309,14 +317,28 @@ class SavedBits(Fingerprints):
 
     def put_back(self) -> None:
         """Restore the bits; raises an :class:`EngineDamagedError` if they cannot be had again."""
-        for address, live in self._storages.items():
-            if self.has_changed(live):
-                self._again[address]()
-                if self.has_changed(live):
-                    raise EngineDamagedError(
-                        "weights are not what they were before test loads: "
-                        "the checkpoint on disk changed meanwhile"
-                    )
+        list(_in_threads(self._put_back, self._storages.values()))
+
+    def _put_back(self, live: Tensor) -> None:
+        if not self.has_changed(live):
+            return
+        why = "the checkpoint on disk changed meanwhile"
+        try:
+            with torch.no_grad():
+                self._again[live.data_ptr()]()
+        except Exception as exc:  # noqa: BLE001 - whatever the reason, the engine must not serve
+            why = repr(exc)
+        if self.has_changed(live):
+            raise EngineDamagedError(f"weights cannot be put back after test loads: {why}")
+
+
+def _in_threads(function: Callable[[Tensor], _T], tensors: Collection[Tensor]) -> Iterator[_T]:
+    """Apply a function that reads or writes tensors, in order; to large ones in threads."""
+    on_host = all(map(torch_kernels.on_host, tensors))
+    with Pool(min(cores(), MOST) if on_host else 0) as pool:
+        yield from pool.ordered(
+            function, tensors, ahead=2 * MOST, small=lambda one: one.nbytes < SMALL
+        )
 
 
 def _view(tensor: Tensor) -> object:

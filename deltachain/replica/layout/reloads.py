@@ -19,6 +19,7 @@ from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
 from .findings import Findings, Links, all_layers, components, group_of, links_of
+from .loaded_checkpoint import flipped_bit
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, modules_in, scope_of
 from .module_members import Members, may_hide_tensors
 
@@ -30,6 +31,13 @@ def write_bits(places: Sequence[Placement], bits: LiveBits) -> None:
     for place in places:
         new: Any = place.take(bits)
         place.view[...] = new
+
+
+def flip_bits(places: Sequence[Placement]) -> None:
+    """Double or halve every number, or flip the last bit of integers; twice changes nothing."""
+    for place in places:
+        view: Any = place.view
+        view ^= flipped_bit(place.live.dtype)
 
 
 def holds_bits(places: Sequence[Placement], bits: LiveBits) -> bool:

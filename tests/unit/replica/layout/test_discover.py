@@ -188,6 +188,9 @@ def test_bits_of_a_checkpoint_are_written_again_instead_of_copied() -> None:
     layer.weight.data.zero_()
     with pytest.raises(EngineDamagedError, match="checkpoint on disk changed"):
         bits.put_back()
+    kept.clear()
+    with pytest.raises(EngineDamagedError, match="IndexError"):
+        bits.put_back()
 
 
 def test_bits_know_what_changed() -> None:
