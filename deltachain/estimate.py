@@ -5,7 +5,6 @@ overlap, so that seconds are upper bounds.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,15 +29,13 @@ class Measured:
     values: tuple[float, ...]
 
 
-DENSITIES: Final = (0.0002, 0.0013, 0.007, 0.012, 0.025)  # of bits; then fp8 and int8, as at 0.012
+DENSITIES: Final = (0.0002, 0.0013, 0.007, 0.012, 0.025)  # of bits of a change in bf16
 
 BITS: Final = {
-    "step": Measured("Size", "deltachain step", (17.66, 13.10, 10.53, 9.76, 8.79, 13.19, 14.18)),
-    "max": Measured("Size", "deltachain max", (12.15, 9.09, 7.54, 7.11, 6.52, 9.47, 13.90)),
-    "overwrite": Measured(
-        "Size", "deltachain overwrite", (27.97, 23.44, 20.58, 19.66, 18.43, 19.87, 20.36)
-    ),
-    "raw": Measured("Size", "deltachain raw", (61.20, 50.03, 48.41, 48.24, 48.12, 43.40, 50.49)),
+    "step": Measured("Size", "deltachain step", (17.66, 13.10, 10.53, 9.76, 8.79)),
+    "max": Measured("Size", "deltachain max", (12.15, 9.09, 7.54, 7.11, 6.52)),
+    "overwrite": Measured("Size", "deltachain overwrite", (27.97, 23.44, 20.58, 19.66, 18.43)),
+    "raw": Measured("Size", "deltachain raw", (61.20, 50.03, 48.41, 48.24, 48.12)),
 }
 SPEEDS: Final = {
     0.0002: Measured("Size", "0.02%", (63.1, 78.0, 1.3, 7.1, 66.8, 68.6, 105.3, 95.2)),
@@ -47,6 +44,9 @@ SPEEDS: Final = {
     0.025: Measured("Size", "2.50%", (7.4, 15.5, 0.5, 3.5, 7.8, 14.1, 14.9, 18.4)),
 }
 """GB of dense bf16 a second, encode and decode, in the order of :data:`BITS`."""
+
+FP8: Final = Measured("Size", "deltachain step", (17.66, 13.10, 10.53, 9.76, 8.79, 13.19))
+"""Bits of bf16, and as the last one those of fp8 at the same density as the fourth."""
 
 CHANGE: Final = Measured("Size", "deltachain step", (13.0, 6.3))  # ns, encode and decode
 DIFF: Final = Measured("Detect", "numba diff_", (10.8, 12.4))  # ms, GB/s
@@ -62,7 +62,7 @@ JOURNAL_NBYTES: Final = 512 << 20  # of a part of a folder's journal and its pat
 KEPT_VERSIONS: Final = 1024  # that pruning keeps by default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CostSettings:
     """What a run is like."""
 
@@ -105,7 +105,7 @@ class Room:
     disk: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """Costs of a run; ``full`` is a copy of all weights in bf16 through the same store."""
 
@@ -116,7 +116,8 @@ class Estimate:
     rooms: Mapping[str, Room]
     anchor_every: int  # versions
     period_s: float  # between two versions: that of steps, unless encoders or links are slower
-    day: Mapping[str, float]  # dollars of egress, by cost
+    day: float  # dollars of egress
+    full_day: float
 
 
 def estimate(specs: Sequence[TensorSpec], run: CostSettings, *, fused: int = 0) -> Estimate:
@@ -125,16 +126,14 @@ def estimate(specs: Sequence[TensorSpec], run: CostSettings, *, fused: int = 0) 
     changes, most = run.density * numel, _anchor_nbytes(specs)
     size = min(_delta_nbytes(specs, run), most)
     deltas = min(math.ceil((ANCHOR_FACTOR - 1) * most / size), MOST_VERSIONS)
-    decode = _ns(run, side=1) * 1e-9
-    gather = (STAGE.values[0] - CHANGE.values[1]) * 1e-9
+    way, decode = most + deltas * size, _ns(run, side=1) * 1e-9
+    stage = decode + (STAGE.values[0] - CHANGE.values[1]) * 1e-9
     unpack = dense / _a_core(NEWCOMER) + deltas * changes * decode
+    full = 2 * numel / run.link
 
     def cost(nbytes: float, readers: int, **phases: float) -> Cost:
         dollars = readers * nbytes / 1e9 * run.egress
         return Cost(round(nbytes), sum(phases.values()), phases, dollars)
-
-    def through_store(nbytes: float) -> dict[str, float]:
-        return {"upload": nbytes / run.link, "fetch": nbytes / run.link}
 
     costs = {
         "step": cost(
@@ -142,32 +141,21 @@ def estimate(specs: Sequence[TensorSpec], run: CostSettings, *, fused: int = 0) 
             run.replicas,
             diff=dense / run.ranks / (DIFF.values[1] * 1e9),
             encode=changes / run.ranks * _ns(run, side=0) * 1e-9,
-            **through_store(size),
-            stage=changes / run.engine_ranks * (decode + gather),
+            upload=size / run.link,
+            fetch=size / run.link,
+            stage=changes / run.engine_ranks * stage,
             swap=changes / run.engine_ranks * SWAP.values[0] * 1e-9,
         ),
         "anchor": cost(most, 0, encode=dense / run.ranks / _a_core(ANCHOR), upload=most / run.link),
-        "newcomer": cost(
-            most + deltas * size,
-            1,
-            fetch=(most + deltas * size) / run.link,
-            stage=unpack / run.engine_ranks,
-        ),
-        "full": cost(2 * numel, run.replicas, **through_store(2 * numel)),
+        "newcomer": cost(way, 1, fetch=way / run.link, stage=unpack / run.engine_ranks),
+        "full": cost(2 * numel, run.replicas, upload=full, fetch=full),
     }
     took = costs["step"].phases
     period = max(run.every_s, took["encode"] + took["upload"], took["fetch"] + took["stage"])
-    periods = {"step": period, "full": max(run.every_s, 2 * numel / run.link)}
-    return Estimate(
-        numel=numel,
-        tensors=len(specs),
-        nbytes=dense,
-        costs=costs,
-        rooms=_rooms(specs, run, costs, fused),
-        anchor_every=deltas,
-        period_s=period,
-        day={name: 86400 / every * costs[name].dollars for name, every in periods.items()},
-    )
+    day = 86400 / period * costs["step"].dollars
+    full_day = 86400 / max(run.every_s, full) * costs["full"].dollars
+    rooms = _rooms(specs, run, costs, fused)
+    return Estimate(numel, len(specs), dense, costs, rooms, deltas, period, day, full_day)
 
 
 def _rooms(
@@ -180,24 +168,19 @@ def _rooms(
     patches = indices + 2 * old
     publish, follow = PublishConfig(url="-"), SubscribeConfig(url="-")
     part, parts, shard = publish.part_nbytes, PARTS_ON_THE_WAY + 1, dense / run.ranks
-
     # The diff has indices, old and new bits; parts on the way have steps and streams beside them.
     flight = patches / run.ranks + min(4 * old / run.ranks, parts * part)
     beside = math.ceil(costs["anchor"].seconds / run.every_s)  # versions during an anchor
     kept = min(publish.anchor_memory * shard, beside * (indices + old) / run.ranks)
     late = min(shard, parts * anchor_part_nbytes(int(shard), part)) + kept
     memory, most = round(shard + flight), round(max(shard + flight + late, NUMBERED * fused))
-
     folding = min(dense, parts * anchor_part_nbytes(dense, part))
     skip = min(SPANS[-1] * (step + indices + old), folding)
-
     decoded = 2 * sum(sorted((spec.nbytes for spec in specs), reverse=True)[: run.cores])
     writing = step + min(patches, follow.stage_budget) + min(patches, JOURNAL_NBYTES) + decoded
-
     budget = run.engine_ranks * follow.stage_budget
     undo = min(follow.undo_applies * patches, budget)
     whole = min(max(patches, dense), budget) + undo
-
     anchors = 2 + KEPT_VERSIONS * step // max(newcomer - anchor, 1)
     return {
         "trainer": Room(run.ranks * memory, run.ranks * most, 0),
@@ -210,13 +193,10 @@ def _rooms(
 
 
 def _delta_nbytes(specs: Sequence[TensorSpec], run: CostSettings) -> float:
-    bits = BITS[run.encoding].values
-    a_change = float(np.interp(math.log(run.density), np.log(DENSITIES), bits[: len(DENSITIES)]))
-    quantised = {"F8_E4M3": bits[5], "F8_E5M2": bits[5], "I8": bits[6]}
-    numels = Counter[float]()
-    for spec in specs:
-        numels[quantised.get(spec.dtype, 0) / bits[3] or 1.0] += spec.numel
-    return run.density * a_change / 8 * sum(scale * numel for scale, numel in numels.items())
+    bits = np.interp(math.log(run.density), np.log(DENSITIES), BITS[run.encoding].values)
+    more = FP8.values[5] / FP8.values[3]
+    numel = sum(spec.numel * (more if spec.itemsize == 1 else 1) for spec in specs)
+    return run.density * float(bits) / 8 * numel
 
 
 def _anchor_nbytes(specs: Sequence[TensorSpec]) -> float:

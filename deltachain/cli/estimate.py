@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 def estimate(  # noqa: PLR0913 - one argument an option
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A checkpoint's folder or file, a config.json or its folder, or the name of a "
-            "model in the cache of the Hub.",
-        ),
+        typer.Argument(metavar="MODEL", help="A checkpoint, a config.json, or a name on the Hub."),
     ],
     *,
     density: Annotated[str, typer.Option(metavar="P", help="Share of changed elements.")] = "1%",
@@ -45,21 +41,15 @@ def estimate(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain estimate Qwen3-32B --ranks 64 --replicas 16 --link 10Gbit/s --every 2m`
     """
-    from deltachain.estimate import CostSettings
-    from deltachain.estimate import estimate as estimated
+    from deltachain import estimate as to
 
-    run = CostSettings(
-        density=_number(density, {"%": 0.01, "": 1}, "1% or 0.01"),
-        encoding=encoding,
-        replicas=replicas,
-        ranks=ranks,
-        engine_ranks=engine_ranks,
-        link=_number(link, _RATES, "100Mbit/s, 1Gbit/s or 2GB/s"),
-        every_s=seconds(every),
-        egress=egress,
+    share = _number(density, {"%": 0.01, "": 1}, "1% or 0.01")
+    rate = _number(link, _RATES, "100Mbit/s, 1Gbit/s or 2GB/s")
+    run = to.CostSettings(
+        share, encoding, replicas, ranks, engine_ranks, rate, seconds(every), egress
     )
     specs, fused = _shapes(model)
-    found = asdict(estimated(specs, run, fused=fused))
+    found = asdict(to.estimate(specs, run, fused=fused))
     c.show({"model": model, "settings": asdict(run), **found}, _show, as_json=as_json)
 
 
@@ -78,12 +68,7 @@ def _shapes(model: str) -> "tuple[list[TensorSpec], int]":
     from deltachain.checkpoint import Checkpoint, named_folder
 
     path = Path(model).expanduser()
-    if not path.is_file():
-        try:
-            path = named_folder(str(path) if path.is_dir() else model)
-        except ConfigError as error:
-            error.hint = "give a folder with safetensors or config.json, or download the model"
-            raise
+    path = path if path.exists() else named_folder(model)
     config = path if path.suffix == ".json" else path / "config.json"
     if config == path or (path.is_dir() and not any(path.glob("*.safetensors"))):
         return _configured(config)
@@ -111,8 +96,7 @@ def _configured(config: Path) -> "tuple[list[TensorSpec], int]":
             hint="give a folder with safetensors: their headers are enough",
         ) from exc
     kept = model.state_dict(keep_vars=True).items()
-    once = {id(tensor): (name, tensor.detach()) for name, tensor in kept}
-    live = dict(once.values())
+    live = dict({id(one): (name, one.detach()) for name, one in kept}.values())
     saving = SaveConversion(model, {name: tuple(one.shape) for name, one in live.items()})
     made = saving.convert(live)
     fused = (one.numel() for name, one in live.items() if name not in saving.renamed)
@@ -121,32 +105,30 @@ def _configured(config: Path) -> "tuple[list[TensorSpec], int]":
 
 
 def _show(report: dict[str, Any]) -> None:
-    run, day, out = report["settings"], report["day"], c.out()
-    tensors = f"{c.plural(report['tensors'], 'tensor')}, {c.nbytes(report['nbytes'])}"
-    seen = f"{c.count(report['numel'])} parameters in {tensors}"
-    changed = f"{c.percent(run['density'])} changed every {run['every_s']:g} s"
-    who = f"{c.plural(run['ranks'], 'rank')}, {c.plural(run['replicas'], 'replica')}"
-    link = f"{c.nbytes(round(run['link']))}/s"
-    out.print(c.facts(model=report["model"], shapes=seen, run=f"{changed}, {who}, {link}"))
+    run, out = report["settings"], c.out()
+    seen = f"{c.count(report['numel'])} parameters, {c.nbytes(report['nbytes'])}, "
+    seen += c.plural(report["tensors"], "tensor")
+    said = f"{c.percent(run['density'])} changed every {run['every_s']:g} s, "
+    said += f"{c.plural(run['ranks'], 'rank')}, {c.plural(run['replicas'], 'replica')}, "
+    said += f"{c.nbytes(round(run['link']))}/s"
+    out.print(c.facts(model=report["model"], shapes=seen, run=said))
     every = f"an anchor, one in {report['anchor_every']:,} versions"
     names = {"step": "a step", "anchor": every, "newcomer": "a newcomer, at most"}
-    costs = []
+    costs, rooms = [], []
     for name, cost in report["costs"].items():
         said, size = names.get(name, "full copies in bf16"), c.nbytes(cost["nbytes"])
         costs.append((said, size, _seconds(cost["seconds"]), f"${cost['dollars']:,.2f}"))
-    rooms = (
-        (name, *(c.nbytes(size) if size else "-" for size in room.values()))
-        for name, room in report["rooms"].items()
-    )
+    for name, room in report["rooms"].items():
+        rooms.append((name, *(c.nbytes(size) if size else "-" for size in room.values())))
     out.print("", c.table(("cost", ">bytes", ">seconds", ">egress"), costs), sep="\n")
     out.print("", c.table(("room", ">memory in a step", ">at most", ">disk"), rooms), sep="\n")
     phases = report["costs"]["step"]["phases"].items()
     out.print("\na step: " + ", ".join(f"{name} {_seconds(took)}" for name, took in phases))
-    dear = f"${day['step']:,.0f} a day, of full copies ${day['full']:,.0f}"
+    dear = f"${report['day']:,.0f} a day, of full copies ${report['full_day']:,.0f}"
     out.print(f"egress at ${run['egress']:g} a GB: {dear}")
     if report["period_s"] > run["every_s"]:
-        slow = f"a version takes {_seconds(report['period_s'])}, and covers several steps"
-        out.print(slow, style="yellow")
+        took = _seconds(report["period_s"])
+        out.print(f"a version takes {took}, and covers several steps", style="yellow")
 
 
 def _seconds(value: float) -> str:
