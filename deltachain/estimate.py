@@ -56,7 +56,6 @@ DENSE: Final = Measured("Anchors", "487 MB of bf16 weights in a folder of /dev/s
 ANCHOR: Final = Measured("Anchors", "anchor alone", (293, 1.66, 2))  # ms, GB/s, threads
 NEWCOMER: Final = Measured("Anchors", "newcomer", (268, 1.81, 2))
 
-INDEX: Final = 8  # bytes
 NUMBERED: Final = 40  # bytes an element of a fused tensor, converted as numbers at the attach
 JOURNAL_NBYTES: Final = 512 << 20  # of a part of a folder's journal and its patches
 KEPT_VERSIONS: Final = 1024  # that pruning keeps by default
@@ -164,7 +163,7 @@ def _rooms(
     dense = sum(spec.nbytes for spec in specs)
     step, anchor, newcomer = (costs[name].nbytes for name in ("step", "anchor", "newcomer"))
     old = run.density * dense  # of the changed elements
-    indices = INDEX * run.density * sum(spec.numel for spec in specs)
+    indices = 8 * run.density * sum(spec.numel for spec in specs)
     patches = indices + 2 * old
     publish, follow = PublishConfig(url="-"), SubscribeConfig(url="-")
     part, parts, shard = publish.part_nbytes, PARTS_ON_THE_WAY + 1, dense / run.ranks
@@ -211,6 +210,5 @@ def _ns(run: CostSettings, *, side: int) -> float:
     return float(np.interp(math.log(run.density), np.log(list(SPEEDS)), ns))
 
 
-def _a_core(speed: Measured) -> float:
-    """Return bytes a second of one core."""
+def _a_core(speed: Measured) -> float:  # bytes a second
     return speed.values[1] * 1e9 / speed.values[2]

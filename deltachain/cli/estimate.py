@@ -36,8 +36,7 @@ def estimate(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Estimate bytes, seconds, memory, disk and dollars of a model's chain before a run.
 
-    Shapes are read from headers of safetensors, or made by transformers from config.json; weights
-    are not read. Speeds are those of BENCHMARKS.md, one core a rank.
+    Speeds are those of BENCHMARKS.md, one core a rank.
 
     Example: `deltachain estimate Qwen3-32B --ranks 64 --replicas 16 --link 10Gbit/s --every 2m`
     """
