@@ -274,7 +274,7 @@ def named_folder(named: str, *, revision: str | None = None, cache: str | None =
     except (OSError, ValueError) as exc:
         raise ConfigError(
             f"{named!r} is neither a checkpoint folder nor a repository in the cache of the Hub",
-            hint="deltachain pull URL --out FOLDER makes a folder to start from",
+            hint="download it first; `deltachain pull URL --out FOLDER` makes a folder of a chain",
         ) from exc
     return Path(found)
 

@@ -19,6 +19,7 @@ from deltachain.cli.agent import agent
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.dashboard import dashboard
 from deltachain.cli.doctor import doctor
+from deltachain.cli.estimate import estimate
 from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
 from deltachain.cli.inspect import inspect
@@ -216,7 +217,7 @@ def options(
 
 
 PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
-    "Look": (log, inspect, verify, stats, tag, doctor),
+    "Look": (log, inspect, verify, stats, tag, doctor, estimate),
     "Publish and follow": (push, pull, follow, revert),
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),
