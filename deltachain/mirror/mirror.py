@@ -126,7 +126,6 @@ class Mirror:
         self._gaps, self._sent = set[Version](), set[str]()
         self._put: dict[str, bytes] = {}
         self._pruned: PruneRecord | None = None
-        self._stay = 0
         self._is_whole = self._is_joinable = self._has_manifests = False
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -165,7 +164,7 @@ class Mirror:
             self._survey(record.first)
         if looks_back:
             self._check_same()
-        copies = self._copies(chain, documents, hint, looks_back=looks_back, is_survey=is_survey)
+        copies = self._copies(chain, documents, looks_back=looks_back, is_survey=is_survey)
         yield from self._run(copies, stop)
         if stop.is_set():
             return
@@ -237,8 +236,10 @@ class Mirror:
         Empty documents of the mirror count as absent: no document of a chain is empty, and some S3
         servers keep an empty object of a writer that was killed between header and body.
         """
-        newest = keys.manifest_key(self.version)
-        if not self._has_manifests or (self.version >= 0 and not self._is_there(newest)):
+        if self._has_manifests and self.version >= 0:
+            info = self.destination.find(keys.manifest_key(self.version))
+            self._has_manifests = info is not None and info.nbytes > 0
+        if not self._has_manifests:
             self._list_manifests()
         prefixes = (*keys.PAYLOADS, keys.EDGE_PREFIX, keys.PRUNE_PREFIX, keys.TAG_PREFIX)
         source = {info.key: info for prefix in prefixes for info in self.source.list(prefix)}
@@ -264,19 +265,10 @@ class Mirror:
             if copy.key not in found or found[copy.key].nbytes != copy.nbytes:
                 yield copy
 
-    def _prunes(self, documents: SourceDocuments, *, is_survey: bool) -> Iterator[ObjectCopy]:
-        """Yield prune records that the mirror lacks, and its newest one, to compare it."""
-        wanted = set[int]()
-        if is_survey:
-            numbers = map(keys.prune_of, self._missing)
-            wanted = {number for number in numbers if number is not None} | {self._prune} - {NONE}
-        yield from documents.prunes(max(self._prune, *wanted, NONE), wanted)
-
     def _copies(
         self,
         chain: Chain,
         documents: SourceDocuments,
-        hint: Head | None,
         *,
         looks_back: bool,
         is_survey: bool,
@@ -289,7 +281,8 @@ class Mirror:
         if is_survey or (looks_back and self.version >= 0):
             yield from self._identity(documents)
         if is_due:
-            yield from self._prunes(documents, is_survey=is_survey)
+            prunes = {self._prune, *map(keys.prune_of, self._missing)} if is_survey else ()
+            yield from documents.prunes(self._prune, prunes)
         records = dict[str, ObjectInfo]()
         if is_survey:
             records = {k: i for k, i in self._missing.items() if k.startswith(keys.EDGE_PREFIX)}
@@ -302,18 +295,10 @@ class Mirror:
             for version in sorted(self._gaps | torn):
                 yield from documents.versions(version, min(version, self.head))
         yield from documents.versions(self.version + 1, self.head)
-        records |= self._hinted_records(hint)
         yield from documents.records(records.values())
         if is_due:
             tags = (key for key in self._records if key.startswith(keys.TAG_PREFIX))
             yield from documents.tags(tags, compare=is_survey)
-
-    def _hinted_records(self, hint: Head | None) -> dict[str, ObjectInfo]:
-        """Return the edge records that a head hint names and the mirror lacks."""
-        edges = hint.anchors if hint else ()
-        named = (e.record for e in edges if e.record == keys.edge_key(e.version, e.kind, e.base))
-        lacking = (key for key in named if key not in self._records)
-        return {key: info for key in lacking if (info := self.source.find(key))}
 
     def _lacks(self, copy: ObjectCopy) -> bool:
         """Return whether the mirror lacks an object, or may lack it."""
@@ -342,10 +327,6 @@ class Mirror:
         if self._pruned is None or edge is None or version is None:
             return False
         return self._pruned.range_of(edge.kind, edge.base, version) is not None
-
-    def _is_there(self, key: str) -> bool:
-        info = self.destination.find(key)
-        return info is not None and info.nbytes > 0
 
     def _read_manifest(self, version: Version) -> Committed | None:
         if self._lacks_manifest(version):
@@ -470,6 +451,7 @@ class Mirror:
         try:
             plan_present(chain, None, chain.read(self.version))
         except errors.BrokenChainError as exc:
+            self._is_whole = False  # the next round looks for an anchor that was added
             first = min(self.left_out, default="")
             gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
             raise errors.BrokenChainError(
@@ -481,7 +463,7 @@ class Mirror:
         self._is_joinable = True
 
     def _delete_pruned(self) -> None:
-        """Delete pruned payloads that the source deleted; say how many others it has no more."""
+        """Delete pruned payloads that the source deleted, if newcomers still have a way."""
         extra, there = self._extra, self.destination
         record, clock = self._pruned, there.clock()
         if record is None or clock is None or not extra or self.version < 0:
@@ -499,10 +481,6 @@ class Mirror:
         with Pool(DELETES, "deltachain-delete") as pool:
             for _ in pool.map(there.delete, due):
                 pass
-        stay = len(extra - due)
-        if stay not in (0, self._stay):
-            logger.info("%s keeps %d payloads that its source does not have", there.url, stay)
-        self._stay = stay
 
 
 def check_placement(source: Store, destination: Store) -> None:
