@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(51_220, 230, 0.09),
+    "wheel": Size(51_240, 230, 0.09),
     "tests": Size(79_790, 341, 1.0),
 }
 

@@ -71,20 +71,26 @@ class CopyPipeline:
     ) -> None:
         self._source, self._destination = source, destination
         self._may_be_there = may_be_there
+        self._ended = Event()
 
     def run(self, copies: Iterable[ObjectCopy], stop: Event) -> Iterator[CopyOutcome]:
         """Copy objects; yield each once it is in the mirror."""
         with Pool(THREADS, "deltachain-copy") as pool:
-            for batch in batches(copies):
-                if stop.is_set():
-                    return
-                yield from self._copy(batch, pool)
+            try:
+                for batch in batches(copies):
+                    yield from self._copy(batch, pool, stop)
+                    if stop.is_set():
+                        return
+            finally:
+                self._ended.set()
 
-    def _copy(self, batch: Sequence[ObjectCopy], pool: Pool) -> Iterator[CopyOutcome]:
+    def _copy(self, batch: Sequence[ObjectCopy], pool: Pool, stop: Event) -> Iterator[CopyOutcome]:
         proven = list[tuple[ObjectCopy, Buffer | CopyOutcome]]()
         failure: errors.DeltaChainError | None = None
         reads = pool.map(self._read, batch)
         for copy in batch:
+            if stop.is_set():
+                break
             try:
                 proven.append((copy, next(reads)))
             except errors.DeltaChainError as exc:
@@ -99,6 +105,8 @@ class CopyPipeline:
 
     def _read(self, copy: ObjectCopy) -> Buffer | CopyOutcome:
         """Read and prove an object; return the outcome if there is nothing to write."""
+        if self._ended.is_set():
+            raise errors.StoreUnavailableError("the copy was abandoned", key=copy.key)
         if copy.content is not None:
             return copy.content
         if self._may_be_there(copy):

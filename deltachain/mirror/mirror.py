@@ -164,7 +164,7 @@ class Mirror:
             self._survey(record.first)
         if looks_back:
             self._check_same()
-        copies = self._copies(chain, documents, looks_back=looks_back, is_survey=is_survey)
+        copies = self._copies(chain, documents, hint, looks_back=looks_back, is_survey=is_survey)
         yield from self._run(copies, stop)
         if stop.is_set():
             return
@@ -261,6 +261,7 @@ class Mirror:
         self,
         chain: Chain,
         documents: SourceDocuments,
+        hint: Head | None,
         *,
         looks_back: bool,
         is_survey: bool,
@@ -287,10 +288,18 @@ class Mirror:
             for version in sorted(torn):
                 yield from documents.versions(version, min(version, self.head))
         yield from documents.versions(self.version + 1, self.head)
+        records |= self._hinted_records(hint)
         yield from documents.records(records.values())
         if is_due:
             tags = (key for key in self._records if key.startswith(keys.TAG_PREFIX))
             yield from documents.tags(tags, compare=is_survey)
+
+    def _hinted_records(self, hint: Head | None) -> dict[str, ObjectInfo]:
+        """Return the edge records that a head hint names and the mirror lacks."""
+        edges = hint.anchors if hint else ()
+        named = (e.record for e in edges if e.record == keys.edge_key(e.version, e.kind, e.base))
+        lacking = (key for key in named if key not in self._records)
+        return {key: info for key in lacking if (info := self.source.find(key))}
 
     def _lacks(self, copy: ObjectCopy) -> bool:
         """Return whether the mirror lacks an object, or may lack it."""
@@ -439,7 +448,6 @@ class Mirror:
         try:
             plan_present(chain, None, chain.read(self.version))
         except errors.BrokenChainError as exc:
-            self._is_whole = False  # the next round looks for an anchor that was added
             first = min(self.left_out, default="")
             gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
             raise errors.BrokenChainError(
