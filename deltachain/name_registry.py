@@ -2,8 +2,10 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+
+from typing_extensions import override
 
 from deltachain.errors import ConfigError
 
@@ -26,8 +28,8 @@ class WithName(Protocol):
 _T = TypeVar("_T", bound=WithName)
 
 
-class NameRegistry(Generic[_T]):
-    """Objects of one kind by name.
+class NameRegistry(Set[str], Generic[_T]):
+    """Objects of one kind by name; as a set, their names, but for those that cannot be imported.
 
     An unknown name is looked up once among the entry points of installed packages. Only the entry
     point of exactly that name is imported, so that a name in untrusted bytes cannot import anything
@@ -44,8 +46,17 @@ class NameRegistry(Generic[_T]):
     def known(self) -> Mapping[str, _T]:
         return self._known
 
-    def names(self) -> Iterator[str]:
-        """Yield all names, except those that cannot be imported; import nothing."""
+    @override
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.find(name) is not None
+
+    @override
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        """Yield all names; import nothing."""
         names = dict.fromkeys((*self._known, *self._installed()))
         return (name for name in names if name not in self._failures)
 

@@ -13,7 +13,6 @@ from deltachain.chain.plan import (
     edge_id,
     least_from_before,
     make_plan,
-    newest_start,
     window_from,
     windows_before,
 )
@@ -241,7 +240,8 @@ class Past:
         """
         if head is None:
             return None
-        start = newest_start((*head.manifest.recent, head.manifest.summary()))
+        edges = (*head.manifest.recent, head.manifest.summary())
+        start = max((edge.version for edge in edges if edge.base is None), default=None)
         for count, committed in enumerate(self.windows(head, STATE_WINDOWS), 1):
             manifest = committed.manifest
             if committed.state == state:

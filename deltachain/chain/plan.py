@@ -128,11 +128,6 @@ def edge_id(edge: EdgeSummary) -> tuple[int, str, int, str]:
     return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
 
 
-def newest_start(edges: Iterable[EdgeSummary]) -> Version | None:
-    """Return the newest version that an edge reaches from nothing; ``None`` without one."""
-    return max((edge.version for edge in edges if edge.base is None), default=None)
-
-
 def _listed(known: Iterable[EdgeSummary], first: Version) -> tuple[EdgeSummary, ...]:
     """Return each edge to ``first`` or later once, and the newest edges from nothing."""
     edges = sorted({edge_id(edge): edge for edge in known}.values(), key=edge_id)

@@ -17,7 +17,6 @@ import deltachain
 from deltachain import environment
 from deltachain.cli.agent import agent
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
-from deltachain.cli.dashboard import dashboard
 from deltachain.cli.doctor import doctor
 from deltachain.cli.estimate import estimate
 from deltachain.cli.fleet import fleet
@@ -84,7 +83,8 @@ _MEANT: Final = {
     "copy cp": "`deltachain mirror SRC DST`",
     "info describe": "`deltachain inspect URL`, or `log`",
     "check fsck": "`deltachain verify URL` for a chain, `doctor` for a machine",
-    "ui web": "`deltachain dashboard URL`",
+    "dashboard ui web": "`python -m spaces.dashboard URL` in a clone of the repository, or `fleet "
+    "status`",
     "version": "`deltachain --version`",
 }
 MEANT: Final = {name: use for names, use in _MEANT.items() for name in names.split()}
@@ -221,7 +221,7 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Publish and follow": (push, pull, follow, revert),
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),
-    "Replicas": (fleet, agent, dashboard),
+    "Replicas": (fleet, agent),
 }
 
 

@@ -154,7 +154,7 @@ def pruned(plan: PrunePlan) -> dict[str, Any]:
         },
         "waiting": {
             "objects": len(plan.waiting),
-            "nbytes": plan.waiting_nbytes,
+            "nbytes": sum(info.nbytes for info in plan.waiting),
             "until": max(plan.after.values(), default=None) if plan.waiting else None,
         },
     }

@@ -57,10 +57,6 @@ class BlockTable(NamedTuple):
     numel: Indices
 
 
-def batch_blocks(width: int) -> int:
-    return max(1, BATCH_NBYTES // (width * BLOCK))
-
-
 def spans_of(numel: int, *, used: int, limit: int) -> Iterator[Span]:
     """Cut a tensor into spans that fill batches of ``limit`` blocks, the first of them in part."""
     start, room = 0, limit - used
@@ -299,7 +295,7 @@ class Lane:
 
     @property
     def limit(self) -> int:
-        return batch_blocks(self.kind.width)
+        return max(1, BATCH_NBYTES // (self.kind.width * BLOCK))
 
     def add(self, tensor: Compared) -> None:
         """Add a tensor; full batches are enqueued."""

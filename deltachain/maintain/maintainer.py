@@ -269,7 +269,7 @@ class Maintainer:
         if target is None:
             return
         try:
-            summary = self.make_anchor(target)
+            summary = add_anchor(self.chain, target, base=self.base)
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
@@ -282,9 +282,6 @@ class Maintainer:
 
     def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
         return add_skip(self.chain, start, plan, target, base=self.base)
-
-    def make_anchor(self, target: Committed) -> EdgeSummary:
-        return add_anchor(self.chain, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
         """Name recorded anchors in the hint that neither manifests nor the hint name."""

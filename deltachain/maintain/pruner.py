@@ -324,11 +324,6 @@ class PrunePlan:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in (*self.due, *self.orphans))
 
-    @property
-    def waiting_nbytes(self) -> int:
-        """Bytes that a later round may delete."""
-        return sum(info.nbytes for info in self.waiting)
-
 
 class Pruner:
     """Prunes one chain, in two phases.

@@ -1,8 +1,6 @@
-"""Copies of objects: read ahead, proven in order, and put beside one another."""
+"""Copies of objects: read and proven beside one another, then put in order."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
 from typing import Final
@@ -16,13 +14,13 @@ from deltachain.threads import Pool
 from deltachain.types import Version
 
 THREADS: Final = 8
-"""Objects read at a time, and as many written: enough to fill a link between two regions."""
+"""Objects read or written at a time: enough to fill a link between two regions."""
 
 AHEAD: Final = 64
-"""Objects on the way at most."""
+"""Objects of a batch at most."""
 
 AHEAD_NBYTES: Final = 1 << 30
-"""Bytes on the way at most, but for a single object that is larger."""
+"""Bytes of a batch at most, but for a single object that is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,58 +71,41 @@ class CopyPipeline:
     ) -> None:
         self._source, self._destination = source, destination
         self._may_be_there = may_be_there
-        self._reading = deque[tuple[ObjectCopy, "Future[Buffer | CopyOutcome]"]]()
-        self._writing = deque[tuple[ObjectCopy, "Future[CopyOutcome]"]]()
-        self._abandoned = Event()
+        self._ended = Event()
 
     def run(self, copies: Iterable[ObjectCopy], stop: Event) -> Iterator[CopyOutcome]:
         """Copy objects; yield each once it is in the mirror."""
-        failures: list[errors.DeltaChainError] = []
-        with (
-            Pool(THREADS, "deltachain-read") as readers,
-            Pool(THREADS, "deltachain-write") as writers,
-        ):
+        with Pool(THREADS, "deltachain-copy") as pool:
             try:
-                for copy in _until_failure(copies, failures):
+                for batch in batches(copies):
+                    yield from self._copy(batch, pool, stop)
                     if stop.is_set():
-                        self._reading.clear()
-                        break
-                    while not self._has_room(copy):
-                        yield from self._go_on(writers)
-                    self._reading.append((copy, readers.submit(self._read, copy)))
-                while self._reading or self._writing:
-                    yield from self._go_on(writers)
+                        return
             finally:
-                self._abandoned.set()
-        if failures:
-            raise failures[0]
+                self._ended.set()
 
-    def _has_room(self, copy: ObjectCopy) -> bool:
-        on_the_way = [job[0].nbytes for job in (*self._reading, *self._writing)]
-        fits = sum(on_the_way) + copy.nbytes <= AHEAD_NBYTES and len(on_the_way) < AHEAD
-        return fits or not on_the_way
-
-    def _go_on(self, writers: Pool) -> Iterator[CopyOutcome]:
-        """Yield what was written; else wait for the oldest object, and begin to write it."""
-        if self._writing and (not self._reading or self._writing[0][1].done()):
-            yield self._writing[0][1].result()
-            self._writing.popleft()
-            return
-        copy, reading = self._reading[0]
-        found = reading.result()
-        if copy.is_document:
-            for _, writing in self._writing:
-                yield writing.result()
-            self._writing.clear()
-            self._reading.popleft()
-            yield self._put(copy, found)
-        else:
-            self._reading.popleft()
-            self._writing.append((copy, writers.submit(self._put, copy, found)))
+    def _copy(self, batch: Sequence[ObjectCopy], pool: Pool, stop: Event) -> Iterator[CopyOutcome]:
+        proven = list[tuple[ObjectCopy, Buffer | CopyOutcome]]()
+        failure: errors.DeltaChainError | None = None
+        reads = pool.map(self._read, batch)
+        for copy in batch:
+            if stop.is_set():
+                break
+            try:
+                proven.append((copy, next(reads)))
+            except errors.DeltaChainError as exc:
+                failure = exc
+                break
+        payloads = [(copy, found) for copy, found in proven if not copy.is_document]
+        puts = pool.map(self._put, *zip(*payloads, strict=True)) if payloads else iter(())
+        for copy, found in proven:
+            yield self._put(copy, found) if copy.is_document else next(puts)
+        if failure is not None:
+            raise failure
 
     def _read(self, copy: ObjectCopy) -> Buffer | CopyOutcome:
         """Read and prove an object; return the outcome if there is nothing to write."""
-        if self._abandoned.is_set():
+        if self._ended.is_set():
             raise errors.StoreUnavailableError("the copy was abandoned", key=copy.key)
         if copy.content is not None:
             return copy.content
@@ -167,14 +148,20 @@ class CopyPipeline:
         return done
 
 
-def _until_failure(
-    copies: Iterable[ObjectCopy], failures: list[errors.DeltaChainError]
-) -> Iterator[ObjectCopy]:
-    """Yield copies up to an error, which is noted: what was proven before it is still copied."""
+def batches(copies: Iterable[ObjectCopy]) -> Iterator[list[ObjectCopy]]:
+    """Group copies up to the limits; what comes before an error is still copied."""
+    batch, nbytes = list[ObjectCopy](), 0
     try:
-        yield from copies
-    except errors.DeltaChainError as exc:
-        failures.append(exc)
+        for copy in copies:
+            if batch and (len(batch) >= AHEAD or nbytes + copy.nbytes > AHEAD_NBYTES):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(copy)
+            nbytes += copy.nbytes
+    except errors.DeltaChainError:
+        yield batch
+        raise
+    yield batch
 
 
 def _proven(store: Store, copy: ObjectCopy) -> Buffer:

@@ -123,11 +123,10 @@ class Mirror:
         self._listed_head: Version = -1
         self._missing: dict[str, ObjectInfo] = {}  # in the mirror, without manifests
         self._extra, self._records, self._prune = set[str](), set[str](), NONE
-        self._gaps, self._sent = set[Version](), set[str]()
+        self._sent = set[str]()
         self._put: dict[str, bytes] = {}
         self._pruned: PruneRecord | None = None
-        self._stay = 0
-        self._is_whole = self._is_joinable = self._has_manifests = False
+        self._is_whole = self._is_joinable = False
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
         """Copy what the mirror lacks, up to the head of the source; yield each version.
@@ -222,24 +221,18 @@ class Mirror:
         known, has = self._read_manifest, lambda key: key in self._sent or key in self._records
         return chain, record, SourceDocuments(chain, record.first, known=known, has=has)
 
-    def _list_manifests(self) -> None:
-        gaps, end = set[Version](), 0
-        for manifest in self.destination.list(keys.MANIFEST_PREFIX):
-            version = keys.version_of(manifest.key)
-            if version is not None and manifest.nbytes:
-                gaps.update(range(end, version))
-                end = version + 1
-        self.version, self._gaps, self._has_manifests = end - 1, gaps, True
-
     def _survey(self, first: Version) -> None:
         """List both stores; manifests only at first, and if the newest one is gone.
 
         Empty documents of the mirror count as absent: no document of a chain is empty, and some S3
         servers keep an empty object of a writer that was killed between header and body.
         """
-        newest = keys.manifest_key(self.version)
-        if not self._has_manifests or (self.version >= 0 and not self._is_there(newest)):
-            self._list_manifests()
+        newest = self.destination.find(keys.manifest_key(max(self.version, 0)))
+        if not self._is_whole or newest is None or not newest.nbytes:
+            self.version = -1
+            for info in self.destination.list(keys.MANIFEST_PREFIX):
+                if info.nbytes and keys.version_of(info.key) == self.version + 1:
+                    self.version += 1  # a version after a gap is copied again
         prefixes = (*keys.PAYLOADS, keys.EDGE_PREFIX, keys.PRUNE_PREFIX, keys.TAG_PREFIX)
         source = {info.key: info for prefix in prefixes for info in self.source.list(prefix)}
         there = {i.key: i.nbytes for prefix in prefixes for i in self.destination.list(prefix)}
@@ -264,14 +257,6 @@ class Mirror:
             if copy.key not in found or found[copy.key].nbytes != copy.nbytes:
                 yield copy
 
-    def _prunes(self, documents: SourceDocuments, *, is_survey: bool) -> Iterator[ObjectCopy]:
-        """Yield prune records that the mirror lacks, and its newest one, to compare it."""
-        wanted = set[int]()
-        if is_survey:
-            numbers = map(keys.prune_of, self._missing)
-            wanted = {number for number in numbers if number is not None} | {self._prune} - {NONE}
-        yield from documents.prunes(max(self._prune, *wanted, NONE), wanted)
-
     def _copies(
         self,
         chain: Chain,
@@ -289,17 +274,18 @@ class Mirror:
         if is_survey or (looks_back and self.version >= 0):
             yield from self._identity(documents)
         if is_due:
-            yield from self._prunes(documents, is_survey=is_survey)
+            prunes = {self._prune, *map(keys.prune_of, self._missing)} if is_survey else ()
+            yield from documents.prunes(self._prune, prunes)
         records = dict[str, ObjectInfo]()
         if is_survey:
             records = {k: i for k, i in self._missing.items() if k.startswith(keys.EDGE_PREFIX)}
             lost = (key for key in self._missing if key.startswith(keys.PAYLOADS))
             torn = {keys.version_of(key) or 0 for key in lost}
-            torn = {version for version in torn if not self._lacks_manifest(version)}
+            torn = {version for version in torn if version <= self.version}
             for version in torn:  # which may lack parts of any edge
                 infos = self.source.list(f"{keys.EDGE_PREFIX}{version:020d}/")
                 records |= {info.key: info for info in infos}
-            for version in sorted(self._gaps | torn):
+            for version in sorted(torn):
                 yield from documents.versions(version, min(version, self.head))
         yield from documents.versions(self.version + 1, self.head)
         records |= self._hinted_records(hint)
@@ -323,7 +309,7 @@ class Mirror:
         if version is None or copy.key in self._missing or version > self._listed_head:
             return True
         if copy.is_document:
-            return self._lacks_manifest(version) or copy.key != keys.manifest_key(version)
+            return version > self.version or copy.key != keys.manifest_key(version)
         return not self._is_gone(copy)
 
     def _may_be_there(self, copy: ObjectCopy) -> bool:
@@ -333,9 +319,6 @@ class Mirror:
             version is not None and version <= self._listed_head and copy.key not in self._missing
         )
 
-    def _lacks_manifest(self, version: Version) -> bool:
-        return version > self.version or version in self._gaps
-
     def _is_gone(self, copy: ObjectCopy) -> bool:
         """Return whether a payload that no listing showed is pruned."""
         edge, version = copy.edge, copy.version
@@ -343,24 +326,20 @@ class Mirror:
             return False
         return self._pruned.range_of(edge.kind, edge.base, version) is not None
 
-    def _is_there(self, key: str) -> bool:
-        info = self.destination.find(key)
-        return info is not None and info.nbytes > 0
-
     def _read_manifest(self, version: Version) -> Committed | None:
-        if self._lacks_manifest(version):
+        if version > self.version:
             return None
         key = keys.manifest_key(version)
         try:
             data = self.destination.get(key)
         except errors.ObjectNotFoundError:
-            self._has_manifests = self._is_whole = False
+            self._is_whole = False
             raise
         return Committed(unseal(data, Manifest, key=key), object_digest(data))
 
     def _check_same(self) -> None:
         """Check that the source has the newest version of the mirror."""
-        version, head = min(self._gaps, default=self.version + 1) - 1, self.head
+        version, head = self.version, self.head
         if version < 0:
             return
         if head < version:
@@ -400,7 +379,6 @@ class Mirror:
                 self._note(outcome)
                 objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
                 if copy.version is not None and copy.key == keys.manifest_key(copy.version):
-                    self._gaps.discard(copy.version)
                     self.version = max(self.version, copy.version)
                     yield receipt()
                     objects, nbytes, start = 0, 0, time.perf_counter()
@@ -481,7 +459,7 @@ class Mirror:
         self._is_joinable = True
 
     def _delete_pruned(self) -> None:
-        """Delete pruned payloads that the source deleted; say how many others it has no more."""
+        """Delete pruned payloads that the source deleted, if newcomers still have a way."""
         extra, there = self._extra, self.destination
         record, clock = self._pruned, there.clock()
         if record is None or clock is None or not extra or self.version < 0:
@@ -499,10 +477,6 @@ class Mirror:
         with Pool(DELETES, "deltachain-delete") as pool:
             for _ in pool.map(there.delete, due):
                 pass
-        stay = len(extra - due)
-        if stay not in (0, self._stay):
-            logger.info("%s keeps %d payloads that its source does not have", there.url, stay)
-        self._stay = stay
 
 
 def check_placement(source: Store, destination: Store) -> None:

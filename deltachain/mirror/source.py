@@ -8,7 +8,7 @@ from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_record, read_document
 from deltachain.chain.heartbeat import MAX_HEARTBEAT
-from deltachain.chain.manifests import newest_number
+from deltachain.chain.manifests import NONE, newest_number
 from deltachain.chain.trust import MAX_SIGNATURE
 from deltachain.format import documents, keys
 from deltachain.mirror.copies import ObjectCopy
@@ -44,7 +44,6 @@ class SourceDocuments:
         self._chain, self._store, self._id = chain, chain.store, chain.identity.chain
         self._first, self._known, self._has = first, known, has
         self._proven: dict[Version, Committed] = {}
-        self._gone = set[str]()
         self._left_out: set[ObjectInfo | str] = set()
 
     def identity(self) -> Iterator[ObjectCopy]:
@@ -62,7 +61,7 @@ class SourceDocuments:
             self._proven[version] = committed
             self._proven.pop(version - REMEMBERED, None)
             for edge in committed.manifest.recent:
-                if edge.record and edge.record not in self._gone and not self._has(edge.record):
+                if edge.record not in self._left_out and not self._has(edge.record):
                     yield from self._record(edge.record, edge.digest)
             yield from self._parts(committed.manifest.edge, version, key)
             yield _document(key, data, version)
@@ -85,10 +84,12 @@ class SourceDocuments:
     def committed(self, version: Version) -> Committed | None:
         return self._proven.get(version) or self._known(version)
 
-    def prunes(self, known: int, wanted: Iterable[int]) -> Iterator[ObjectCopy]:
+    def prunes(self, known: int, wanted: Iterable[int | None]) -> Iterator[ObjectCopy]:
         """Yield prune records: those wanted, and those after a known number."""
+        numbers = {number for number in wanted if number is not None and number >= 0}
+        known = max(known, *numbers, NONE)
         newest = newest_number(self._store, keys.prune_key, known=known)
-        for number in sorted({*wanted, *range(known + 1, newest + 1)}):
+        for number in sorted({*numbers, *range(known + 1, newest + 1)}):
             key = keys.prune_key(number)
             found = self._accepted(key, documents.PruneRecord)
             if found is None:
@@ -161,8 +162,7 @@ class SourceDocuments:
         try:
             record, data = self._read(key, documents.EdgeRecord, digest=digest)
         except errors.ObjectNotFoundError:
-            logger.warning("%s is gone from %s, and is left out", key, self._store.url)
-            self._gone.add(key)
+            self.leave_out(key, f"{key} is gone from {self._store.url}")
             return
         check_record(record, committed.digest, committed.manifest.state, key)
         yield from self._parts(record.edge, version, key)

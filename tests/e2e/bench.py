@@ -137,7 +137,7 @@ def replicas(folder: Path, count: int) -> Iterator[list[str]]:
 def dashboard(folder: Path, engines: Sequence[str]) -> Iterator[tuple[str, int]]:
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "deltachain", "dashboard", str(folder), "--listen", str(port)],
+        [sys.executable, "-m", "spaces.dashboard", str(folder), "--listen", str(port)],
         env=os.environ | {"DELTACHAIN_ENGINES": ",".join(engines)},
         stderr=subprocess.DEVNULL,
     )

@@ -10,10 +10,10 @@ import msgspec
 from fastapi import FastAPI, Response
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.watcher import REPLICA_PHASES
 from deltachain.status import Status
 from deltachain.store import open_store
 from deltachain.types import Version
+from spaces.dashboard.watcher import REPLICA_PHASES
 from tests.unit.control.replicas import served, status
 
 BEHIND: Final = 3

@@ -14,9 +14,6 @@ import pytest
 import yaml
 
 from deltachain.control.replica_client import ReplicaClient
-from deltachain.dashboard.app import create_app
-from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
@@ -24,6 +21,9 @@ from deltachain.status import HealthLimits
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig
 from examples.demo.online.processes import free_port
+from spaces.dashboard.app import create_app
+from spaces.dashboard.chain_index import ChainIndex
+from spaces.dashboard.watcher import Watcher
 from tests.e2e.pages import opened
 from tests.support.engine import FakeEngine, Sharding, save, trained
 from tests.support.models import train_

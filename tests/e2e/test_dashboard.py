@@ -12,12 +12,12 @@ import pytest
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.control.replica_client import ReplicaClient
-from deltachain.dashboard.app import create_app
-from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.status import HealthLimits
+from spaces.dashboard.app import create_app
+from spaces.dashboard.chain_index import ChainIndex
+from spaces.dashboard.watcher import Watcher
 from tests.e2e.pages import opened
 from tests.support.engine import Sharding
 from tests.support.values import eventually

@@ -37,8 +37,9 @@ from tests.support.spools import spool_of
 
 def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
     places: tuple[SnapshotPlace, ...] = ("host", "device")
-    rounding = [name for name in sorted(RECIPES) if RECIPES[name].arithmetic.rounding]
-    recipes = [name for name in rounding if find_spec(RECIPES[name].library.replace("-", "_"))]
+    rounding = [name for name in sorted(RECIPES) if RECIPES.chosen(name).arithmetic.rounding]
+    libraries = {name: RECIPES.chosen(name).library.replace("-", "_") for name in rounding}
+    recipes = [name for name, library in libraries.items() if find_spec(library)]
     for place, dtype in product(places, (torch.bfloat16, torch.float32)):
         kind = f"{place}.{str(dtype).removeprefix('torch.')}"
         yield f"snapshot.{kind}", partial(check_snapshot, where, place, dtype)
@@ -100,7 +101,7 @@ def check_quantised(where: str, place: SnapshotPlace, dtype: torch.dtype, recipe
 
 def quantised_tensors(model: nn.Module, recipe: str) -> ModelTensors:
     source = collect_weights(model, dtype="BF16")
-    made = quantise(source, {"a.weight", "b.weight"}, RECIPES[recipe], Ranks.alone())
+    made = quantise(source, {"a.weight", "b.weight"}, RECIPES.chosen(recipe), Ranks.alone())
     made.agree("begin")
     return made
 

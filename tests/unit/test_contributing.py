@@ -48,7 +48,7 @@ def compares_kinds(source: Path) -> bool:
 
 @pytest.mark.full
 def test_an_edge_kind_is_named_in_these_files_alone() -> None:
-    sources = (ROOT / "deltachain").rglob("*.py")
+    sources = [*(ROOT / "deltachain").rglob("*.py"), *(ROOT / "spaces").rglob("*.py")]
     found = {str(s.relative_to(ROOT)) for s in sources if compares_kinds(s)}
     assert found == files("edge kind")
 

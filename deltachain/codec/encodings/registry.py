@@ -1,9 +1,7 @@
 """Registry of encodings by name: built-in ones, and those of installed packages."""
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable
 from typing import Final
-
-from typing_extensions import override
 
 from deltachain.codec.encodings.base import Encoding
 from deltachain.codec.encodings.dense import DenseEncoding, PlainEncoding, RawEncoding
@@ -16,40 +14,21 @@ GROUP: Final = "deltachain.encodings"
 """Entry point group of encodings; each object is an :class:`Encoding` instance."""
 
 
-class EncodingRegistry(Set[str]):
-    """Encodings by name; as a set, the names that this process can read and write.
-
-    Those of other packages are imported when exactly their name is met.
-    """
+class EncodingRegistry(NameRegistry[Encoding]):
+    """Encodings by name; as a set, the names that this process can read and write."""
 
     def __init__(self, encodings: Iterable[Encoding]) -> None:
         # `Encoding` is abstract: an instance check is all that is made of it
         kind: type[Encoding] = Encoding  # type: ignore[type-abstract]
-        self._registry = NameRegistry(GROUP, kind, "acme.zigzag", encodings)
-
-    @override
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._registry.find(name) is not None
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return self._registry.names()
-
-    @override
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def register(self, encoding: Encoding) -> None:
-        """Register an encoding of another package in this process."""
-        self._registry.register(encoding)
+        super().__init__(GROUP, kind, "acme.zigzag", encodings)
 
     def get(self, name: str, *, key: str = "") -> Encoding:
         """Return the encoding of a name."""
-        found = self._registry.find(name)
+        found = self.find(name)
         if found is not None:
             return found
         where = f"{key}: " if key else ""
-        failure = self._registry.failure(name)
+        failure = self.failure(name)
         if failure is not None:
             raise UnsupportedFormatError(f"{where}{failure}", key=key, hint="repair that package")
         raise UnsupportedFormatError(
@@ -60,11 +39,11 @@ class EncodingRegistry(Set[str]):
 
     def chosen(self, name: str) -> Encoding:
         """Return the encoding chosen by a user for changed elements."""
-        found = self._registry.find(name)
+        found = self.find(name)
         if found is not None and found.sparse:
             return found
-        others = (known.name for known in self._registry.known.values() if known.sparse)
-        failure = self._registry.failure(name)
+        others = (known.name for known in self.known.values() if known.sparse)
+        failure = self.failure(name)
         raise ConfigError(
             f"encoding={name!r}: {failure or f'expected one of {tuple(others)}'}",
             hint="other encodings come with packages; install the one that provides it",

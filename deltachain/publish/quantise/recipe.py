@@ -235,10 +235,6 @@ def _scales_themselves(amax: Tensor, scales: Tensor, global_scale: Tensor | None
     return scales.float()
 
 
-def _made_by_others(config: Mapping[str, Any]) -> None:
-    del config
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """Functions of a library, each of which imports it. All are pure.
@@ -267,7 +263,7 @@ class Arithmetic:
     multipliers: Multipliers = _scales_themselves
     factors: Callable[[Tensor, Tensor], Tensor] = _scales_themselves
     rounding: Rounding | None = None
-    ignored: Callable[[Mapping[str, Any]], tuple[str, ...] | None] = _made_by_others
+    ignored: Callable[[Mapping[str, Any]], tuple[str, ...] | None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

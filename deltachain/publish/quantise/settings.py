@@ -2,12 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from typing_extensions import override
 
 from deltachain.errors import ConfigError
 from deltachain.name_registry import NameRegistry
@@ -21,35 +19,15 @@ GROUP: Final = "deltachain.recipes"
 """Entry point group of recipes; each object is a :class:`Recipe`."""
 
 
-class RecipeRegistry(Mapping[str, Recipe]):
-    """Recipes by name. Those of other packages are imported when exactly their name is met."""
-
+class RecipeRegistry(NameRegistry[Recipe]):
     def __init__(self, recipes: Iterable[Recipe]) -> None:
-        self._registry = NameRegistry(GROUP, Recipe, "acme.ternary", recipes)
-
-    @override
-    def __getitem__(self, name: str) -> Recipe:
-        found = self._registry.find(name)
-        if found is None:
-            raise KeyError(name)
-        return found
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return self._registry.names()
-
-    @override
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def register(self, recipe: Recipe) -> None:
-        self._registry.register(recipe)
+        super().__init__(GROUP, Recipe, "acme.ternary", recipes)
 
     def chosen(self, name: str) -> Recipe:
-        found = self._registry.find(name)
+        found = self.find(name)
         if found is not None:
             return found
-        failure, hint = self._registry.failure(name), "repair that package"
+        failure, hint = self.failure(name), "repair that package"
         if failure is None:
             hint = f"expected one of: {', '.join(sorted(self))}; other recipes come with packages"
         raise ConfigError(f"quantization={name!r}: {failure or 'no such recipe'}", hint=hint)

@@ -462,7 +462,7 @@ def quantised(
     files: layers.Files,
 ) -> tuple[ModelTensors, layers.Files]:
     """Quantise the tensors of a model, and what its files say of them; every rank calls this."""
-    recipe = RECIPES[quantization.recipe]
+    recipe = RECIPES.chosen(quantization.recipe)
     recipe.version()  # an absent library is named before any work
     with Collective(ranks, "layers") as collective:
         found = layers.Layers.joined(collective.all_gather(find(), layers.Layers))

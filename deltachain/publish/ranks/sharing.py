@@ -51,7 +51,7 @@ def common_settings(
 ) -> dict[str, str]:
     described = "None"
     if (quantization := Quantization.chosen(config.quantization)) is not None:
-        recipe = RECIPES[quantization.recipe]
+        recipe = RECIPES.chosen(quantization.recipe)
         ignore = ", ".join(sorted(set(quantization.ignore))) or "nothing"
         described = f"{recipe.name!r} of {recipe.library} {recipe.version()} (ignore {ignore})"
     return {

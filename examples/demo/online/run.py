@@ -132,7 +132,7 @@ class _Run:
             "dashboard",
             dashboard_command(self.url, self.engine, url),
             self.plan.root / "logs",
-            self.store.env() | {"DELTACHAIN_TOKEN": self.token},
+            self.store.env() | {"DELTACHAIN_TOKEN": self.token, "PYTHONPATH": str(ROOT)},
         )
         stack.enter_context(page)
         until(lambda: answers(url), page, START_S)
@@ -263,8 +263,8 @@ def _newcomer(run: _Run) -> Path:
 
 def dashboard_command(chain: str, engine: str, url: str) -> list[str]:
     listen = url.rpartition("/")[2]
-    words = ["dashboard", chain, "--engine", engine, "--listen", listen]
-    return [sys.executable, "-m", "deltachain", *words]
+    words = ["spaces.dashboard", chain, "--engine", engine, "--listen", listen]
+    return [sys.executable, "-m", *words]
 
 
 def answers(url: str) -> bool:

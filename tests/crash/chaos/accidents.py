@@ -11,9 +11,9 @@ from threading import Event
 from typing import Any, Final
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.watcher import AlertKind
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
+from spaces.dashboard.watcher import AlertKind
 from tests.crash.chaos.scene import ALERT_LAG, MAX_SILENCE_S, Filler, Party, Scene
 from tests.small_disk import may_mount
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from deltachain.dashboard.watcher import AlertKind
+from spaces.dashboard.watcher import AlertKind
 from tests.crash.chaos.scene import MAX_LAG, MAX_SILENCE_S
 
 

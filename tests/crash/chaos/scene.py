@@ -177,8 +177,9 @@ class Scene:
         self.dashboard_url = f"http://{HOST}:{port}"
         engines = [word for one in self.engines.values() for word in ("--engine", one.url)]
         self.dashboard = self._cli(
-            *("dashboard", "dashboard", self.url, *engines, "--listen", str(port)),
+            *("dashboard", self.url, *engines, "--listen", str(port)),
             *("--poll", "1", "--max-lag", str(ALERT_LAG), "--max-silence", str(MAX_SILENCE_S)),
+            module="spaces.dashboard",
         )
         stack.enter_context(self.dashboard)
 
@@ -193,10 +194,10 @@ class Scene:
             most_starts=most_starts,
         )
 
-    def _cli(self, name: str, *arguments: str) -> Service:
+    def _cli(self, name: str, *arguments: str, module: str = "deltachain") -> Service:
         return Service(
             name,
-            [sys.executable, "-m", "deltachain", *arguments],
+            [sys.executable, "-m", module, *arguments],
             self.folder / "logs",
             self._environment(self.store.endpoint),
             most_starts=MOST_STARTS,

@@ -53,13 +53,14 @@ class Done:
         return found
 
 
-def invoke(*args: object) -> Done:
+def invoke(*args: object, command: Any = COMMAND) -> Done:
     """Run the command line in this process; what it does not answer itself is raised."""
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            COMMAND.main([str(arg) for arg in args], prog_name="deltachain")
+            name = "deltachain" if command is COMMAND else "python -m"
+            command.main([str(arg) for arg in args], prog_name=name)
         except SystemExit as done:
             code = done.code
     assert isinstance(code, int)
@@ -72,9 +73,11 @@ def ok(*args: object) -> Done:
     return done
 
 
-def refused(*args: object, code: int, said: str | tuple[str, ...] = "") -> Done:
+def refused(
+    *args: object, code: int, said: str | tuple[str, ...] = "", command: Any = COMMAND
+) -> Done:
     """Run a command that ends with this code, and tells why on stderr."""
-    done = invoke(*args)
+    done = invoke(*args, command=command)
     assert done.code == code, (done.stdout, done.stderr)
     for part in (said,) if isinstance(said, str) else said:
         assert " ".join(part.split()) in done.told
@@ -101,11 +104,11 @@ class Running:
 
 
 @contextmanager
-def running(*words: object, **environment: object) -> Iterator[Running]:
+def running(*words: object, module: str = "deltachain", **environment: object) -> Iterator[Running]:
     """Start a command; kill it in the end."""
     variables = {name: str(value) for name, value in environment.items()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "deltachain", *map(str, words)],
+        [sys.executable, "-m", module, *map(str, words)],
         env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,8 +2,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltachain.publish import Publisher
-from deltachain.store import open_store
 from tests.support.models import TinyModel, train_
 from tests.support.values import eventually
 from tests.unit.cli.support import Pushed, invoke, ok, refused, running, write_checkpoint
 from tests.unit.control.replicas import status
-from tests.unit.dashboard.reports import chain_of
 
 HOUR = 3600.0
 ESCAPES = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>"
@@ -146,77 +142,6 @@ def test_hostile_records_do_not_reach_the_terminal(tmp_path: Path) -> None:
     assert "\x1b]" not in shown.stdout
     assert "\x07" not in shown.stdout
     assert len(rows(tmp_path)) == 3
-
-
-TOKEN = "one that nobody guesses"  # noqa: S105
-
-
-@pytest.fixture
-def chain(tmp_path: Path) -> Path:
-    chain_of(12, open_store(str(tmp_path / "chain")))
-    return tmp_path / "chain"
-
-
-@contextmanager
-def dashboard(*words: object, **environment: str) -> Iterator[str]:
-    """Address of a dashboard, which is ended with Ctrl-C and then ends by itself."""
-    with running("dashboard", *words, "--listen", "0", **environment) as process:
-        url = process.error_line().split()[-1]
-        httpx.get(url, timeout=60)  # it serves, so it handles Ctrl-C where a shell's job ignores it
-        yield url
-        done = process.end(signal.SIGINT)
-    assert done.code == 130, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.full
-def test_a_chain_is_shown_as_it_grows(chain: Path) -> None:
-    with dashboard(chain, "--poll", "0.05", "--engine", "http://127.0.0.1:1") as url:
-
-        def overview() -> dict[str, object]:
-            found: dict[str, object] = httpx.get(f"{url}/api/overview").json()
-            return found
-
-        eventually(lambda: overview()["newest"] == 11)
-        eventually(lambda: "silent" in str(overview()["alerts"]))
-        assert "text/html" in httpx.get(url).headers["content-type"]
-
-
-@pytest.mark.full
-def test_its_replicas_are_those_of_the_inventory(chain: Path) -> None:
-    engines = "http://127.0.0.1:1,http://127.0.0.1:2"
-    with dashboard(chain, DELTACHAIN_ENGINES=engines) as url:
-        shown = httpx.get(f"{url}/api/overview").json()["replicas"]
-    assert sorted(replica["engine"] for replica in shown) == engines.split(",")
-
-
-@pytest.mark.full
-def test_it_asks_for_the_token_of_the_replicas(chain: Path) -> None:
-    with dashboard(chain, DELTACHAIN_TOKEN=TOKEN) as url:
-        assert httpx.get(f"{url}/api/overview").status_code == 401
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        assert httpx.get(f"{url}/api/overview", headers=headers).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--listen", "0.0.0.0:0"], "needs a token"),
-        (["--listen", "nowhere"], "no address"),
-        (["--engine", "ftp://x"], "not a server address"),
-        (["--engine", "http://a", "--engine", "http://a/"], "twice"),
-    ],
-)
-def test_mistakes_are_named_with_a_hint(chain: Path, words: list[str], expected: str) -> None:
-    refused("dashboard", chain, *words, code=2, said=(expected, "hint"))
-
-
-@pytest.mark.full
-def test_a_taken_port_is_named(chain: Path) -> None:
-    with dashboard(chain) as url:
-        done = invoke("dashboard", chain, "--listen", url.rpartition(":")[2])
-    assert done.code == 2
-    assert "cannot be served" in done.stderr
 
 
 def scraped(url: str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event
@@ -388,14 +388,14 @@ def test_memory_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = max(info.nbytes for info in pair.source.list())
     monkeypatch.setattr(flow, "AHEAD_NBYTES", largest)
     held: list[int] = []
+    batches = flow.batches
 
-    def measure(pipeline: flow.CopyPipeline, copy: ObjectCopy) -> bool:
-        jobs = (*pipeline._reading, *pipeline._writing)
-        held.append(sum(one.nbytes for one, _ in jobs))
-        return has_room(pipeline, copy)
+    def measured(copies: Iterable[ObjectCopy]) -> Iterator[list[ObjectCopy]]:
+        for batch in batches(copies):
+            held.append(sum(copy.nbytes for copy in batch))
+            yield batch
 
-    has_room = flow.CopyPipeline._has_room
-    monkeypatch.setattr(flow.CopyPipeline, "_has_room", measure)
+    monkeypatch.setattr(flow, "batches", measured)
     pair.copy()
     assert max(held) <= largest
     pair.check()

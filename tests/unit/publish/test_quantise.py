@@ -48,7 +48,7 @@ NAME: Final = "layer.weight"
 OTHER_WAYS: Final = [
     f"{name} by {way}"
     for name in sorted(RECIPES)
-    if RECIPES[name].arithmetic.rounding
+    if RECIPES.chosen(name).arithmetic.rounding
     for way in ("torch", "its library")
 ]
 
@@ -165,7 +165,7 @@ def test_windows_are_quantised_as_the_library_quantises_the_whole(
     monkeypatch.setattr(grid, "BAND_NUMEL", 5000)  # several bands in a window
     monkeypatch.setattr(amax, "MESSAGE_NBYTES", 64)  # several messages
     name, _, way = recipe.partition(" by ")
-    chosen = RECIPES[name]
+    chosen = RECIPES.chosen(name)
     if way == "torch":
         monkeypatch.setattr(amax, "has_kernel", lambda _: False)
     elif way:
@@ -187,7 +187,7 @@ def test_windows_are_quantised_as_the_library_quantises_the_whole(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_weights_of_other_dtypes(recipe: str, dtype: torch.dtype) -> None:
-    chosen = RECIPES[recipe]
+    chosen = RECIPES.chosen(recipe)
     shape = 200, fitting(chosen, 150)
     values = heavy(shape, torch.Generator().manual_seed(1)).to(dtype)
     parts = list(windows(shape, random.Random(1), chosen))
@@ -357,7 +357,7 @@ def test_a_pushed_checkpoint_equals_a_published_model(
 def test_configuration_names_the_recipe_and_what_it_leaves(recipe: str, chain: Quantised) -> None:
     chain.attach(llama(tie_word_embeddings=True), recipe).close()
     assert chain.ignored() == ["lm_head"]
-    assert chain.table.ext == {"quantization": dict(RECIPES[recipe].record())}
+    assert chain.table.ext == {"quantization": dict(RECIPES.chosen(recipe).record())}
     assert chain.table.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
 

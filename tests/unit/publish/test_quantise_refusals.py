@@ -53,7 +53,7 @@ def folder_of(config: dict[str, Any], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_a_recipe_writes_is_read_as_that_recipe(recipe: str, tmp_path: Path) -> None:
-    written = RECIPES[recipe].arithmetic.config(["lm_head", "model.layers.1.mlp.gate"])
+    written = RECIPES.chosen(recipe).arithmetic.config(["lm_head", "model.layers.1.mlp.gate"])
     found = Quantization.of(folder_of(written, tmp_path))
     assert found.recipe == recipe
     ignored = [layer for layer in LAYERS if found.ignores(layer)]
@@ -120,7 +120,7 @@ def test_checkpoints_of_others_are_read(tmp_path: Path) -> None:
 def test_a_configuration_that_names_no_layers_leaves_the_output_layer(
     recipe: str, tmp_path: Path
 ) -> None:
-    written = RECIPES[recipe].arithmetic.config(["lm_head"])
+    written = RECIPES.chosen(recipe).arithmetic.config(["lm_head"])
     if written["quant_method"] == "fp8":  # as DeepSeek-V3's
         del written["modules_to_not_convert"]
     assert Quantization.of(folder_of(written, tmp_path)).ignores("lm_head")
@@ -181,7 +181,7 @@ def quantised_snapshot(
     model: nn.Module, recipe: str, *, on_device: bool, where: SnapshotPlace | None = None
 ) -> Snapshot:
     source = collect_weights(model, dtype="BF16")
-    made = quantise(source, {"a.weight", "b.weight"}, RECIPES[recipe], Ranks.alone())
+    made = quantise(source, {"a.weight", "b.weight"}, RECIPES.chosen(recipe), Ranks.alone())
     made.agree("begin")
     return Snapshot(made, where=where, on_device=on_device)
 
@@ -191,10 +191,13 @@ def kept(snapshot: Snapshot) -> dict[str, bytes]:
     return {w.spec.name: snapshot.bits(w).tobytes() for w in source.weights}
 
 
+ROUNDING = [name for name in sorted(RECIPES) if RECIPES.chosen(name).arithmetic.rounding]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", [n for n in sorted(RECIPES) if RECIPES[n].arithmetic.rounding])
+@pytest.mark.parametrize("recipe", ROUNDING)
 def test_the_device_path_finds_what_the_host_path_finds(
     recipe: str, dtype: torch.dtype, where: SnapshotPlace
 ) -> None:
@@ -260,7 +263,7 @@ def test_an_export_that_is_quantised_may_use_its_memory_again() -> None:
     found = []
     for on_device in (False, True):
         source = collect_weights(export, dtype="BF16")
-        made = quantise(source, set(values), RECIPES["fp8-block"], Ranks.alone())
+        made = quantise(source, set(values), RECIPES.chosen("fp8-block"), Ranks.alone())
         made.agree("begin")
         snapshot = Snapshot(made, on_device=on_device, where="device" if on_device else None)
         values["a"] *= 1.01
@@ -569,7 +572,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 def known(install: Install, monkeypatch: pytest.MonkeyPatch) -> RecipeRegistry:
     """A process that starts with the package installed: its registry, for all that ask it."""
     install(SOURCE)
-    fresh = RecipeRegistry(registry.RECIPES.values())
+    fresh = RecipeRegistry(registry.RECIPES.known.values())
     for module in ("tensors", "settings"):
         monkeypatch.setattr(f"deltachain.publish.quantise.{module}.RECIPES", fresh)
     monkeypatch.setattr("deltachain.publish.ranks.sharing.RECIPES", fresh)
@@ -619,7 +622,7 @@ def test_a_package_of_another_version_does_not_continue_the_chain(
     with pytest.raises(ChainMismatchError, match=r"acme_ternary 1\.1") as caught:
         chain.attach(llama(), "acme.ternary")
     assert "acme_ternary==1.0" in caught.value.hint
-    assert known["acme.ternary"].version() == "1.1"
+    assert known.chosen("acme.ternary").version() == "1.1"
 
 
 def test_windows_of_four_codes_in_a_byte_are_those_of_the_whole(install: Install) -> None:
@@ -696,7 +699,7 @@ def test_a_recipe_is_registered_for_this_process() -> None:
     known = RecipeRegistry([INT8_ROW])
     known.register(TERNARY)
     known.register(TERNARY)
-    assert known["acme.ternary"] is TERNARY
+    assert known.chosen("acme.ternary") is TERNARY
     with pytest.raises(ConfigError, match="dots between"):
         known.register(INT8_ROW)
     with pytest.raises(ConfigError, match=r"'acme\.ternary': no such recipe"):

@@ -37,6 +37,7 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 SPACES: Final = sorted(path.parent for path in (ROOT / "spaces").glob("*/Dockerfile"))
 ROLLOUT: Final = ROOT / "spaces" / "rollout"
 GAME: Final = ROOT / "spaces" / "environment"
+DASHBOARD: Final = ROOT / "spaces" / "dashboard"
 LOCKS: Final = [ROOT / "tests" / "engines" / f"{engine}.txt" for engine in ("vllm", "sglang")]
 
 every_space = pytest.mark.parametrize("space", SPACES, ids=lambda space: str(space.name))
@@ -76,8 +77,8 @@ def needed(package: str, extras: frozenset[str], known: dict[str, set[str]]) -> 
     return known
 
 
-def test_there_are_two() -> None:
-    assert {space.name for space in SPACES} == {"environment", "rollout"}
+def test_there_are_three() -> None:
+    assert {space.name for space in SPACES} == {"dashboard", "environment", "rollout"}
 
 
 @every_space
@@ -165,11 +166,19 @@ def test_everything_that_comes_with_deltachain_is_pinned_to_what_engines_are_tes
         assert not tested or version in tested, name
 
 
-def test_everything_in_the_game_is_pinned() -> None:
-    pinned = pins(GAME / "constraints.txt")
+@pytest.mark.parametrize("space", [GAME, DASHBOARD], ids=lambda space: str(space.name))
+def test_everything_in_a_space_without_an_engine_is_pinned(space: Path) -> None:
+    pinned = pins(space / "constraints.txt")
     found: dict[str, set[str]] = {}
-    for line in (GAME / "requirements.txt").read_text(encoding="utf-8").splitlines():
+    if space == DASHBOARD:
+        needed("deltachain", frozenset(), found)
+        del found["deltachain"]
+    for line in (space / "requirements.txt").read_text(encoding="utf-8").splitlines():
         one = Requirement(line)
         needed(one.name, frozenset(one.extras), found)
         assert str(one.specifier) == f"=={pinned[canonicalize_name(one.name)]}"
     assert found.keys() <= pinned.keys()
+
+
+def test_the_dashboard_has_what_rollouts_have() -> None:
+    assert pins(DASHBOARD / "constraints.txt") == pins(ROLLOUT / "constraints.txt")

@@ -16,10 +16,10 @@ from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
 import connections
-from deltachain.dashboard import app as dashboard
 from game import PROMPT, TURNS, secret_of
 from server import LARGEST, WORDS, make_app, read_words
 from sessions import LIMIT, Sessions
+from spaces.dashboard import app as dashboard
 from tests.unit.spaces.test_server import SERVER, serving
 
 

@@ -5,7 +5,7 @@ bits, and changed ones are stored by their ranks inside their classes, as Rice c
 distance may end in a later class, of which each element counts less.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -50,15 +50,6 @@ class TileGrid(NamedTuple):
     shift: int
     mask: int
     start: int = 0
-
-    def tiles(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Yield offset in the old bits, rows and width of each tile of a segment."""
-        if self.cuts == 1:
-            yield start - self.start, 1, length
-            return
-        width = self.columns // self.cuts
-        for number in range(self.cuts):
-            yield start - self.start + number * width, length // self.columns, width
 
 
 class ClassRank(NamedTuple):

@@ -16,7 +16,6 @@ import msgspec
 
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import ReplicaAnswer, Roster
-from deltachain.dashboard.chain_index import ChainIndex, ChainView
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.format.documents import valid_times
 from deltachain.presence.record import PresenceBoard
@@ -24,6 +23,7 @@ from deltachain.redact import printable
 from deltachain.status import Health, HealthLimits, Status, complaints
 from deltachain.threads import Closeable, started
 from deltachain.types import Version
+from spaces.dashboard.chain_index import ChainIndex, ChainView
 
 REPLICA_PHASES: Final = ("look", "fetch", "stage", "pause", "swap")
 """Phases after the commit, in their order; ``swap`` is a part of ``pause``."""

@@ -14,9 +14,9 @@ from starlette.middleware.gzip import GZipMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deltachain.control.server import LOOPBACK, host_of
-from deltachain.dashboard import documents
-from deltachain.dashboard.watcher import LARGEST, Watcher
 from deltachain.tokens import Tokens
+from spaces.dashboard import documents
+from spaces.dashboard.watcher import LARGEST, Watcher
 
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

@@ -17,15 +17,15 @@ from fastapi.testclient import TestClient
 from deltachain.chain.chain import Chain
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import Roster
-from deltachain.dashboard.app import FILES, PAGES, create_app, limited
-from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.documents import thinned
-from deltachain.dashboard.watcher import MOMENTS, FleetTrack, Moment, Watcher, changes, spread
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.presence.record import PresenceBoard, PresenceRecord, encode_record
+from spaces.dashboard.app import FILES, PAGES, create_app, limited
+from spaces.dashboard.chain_index import ChainIndex
+from spaces.dashboard.documents import thinned
+from spaces.dashboard.watcher import MOMENTS, FleetTrack, Moment, Watcher, changes, spread
 from tests.support.faults import FaultyStore
 from tests.support.values import eventually
-from tests.unit.dashboard.reports import chain_of, status
+from tests.unit.spaces.dashboard.reports import chain_of, status
 
 
 async def app(scope: object, receive: object, send: object) -> None:

@@ -1,24 +1,24 @@
-"""``deltachain dashboard``: serve a web page of a chain and its replicas."""
+"""``python -m spaces.dashboard``: serve a web page of a chain and its replicas."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import os
 import socket
+import sys
 from contextlib import closing
+from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
 from deltachain import environment
 from deltachain.cli import console as c
+from deltachain.cli.app import Command, Commands, local, options
 from deltachain.cli.options import BoardUrls, KeyFile, Poll, TokenFile, Url, secret
 from deltachain.cli.serving import end, stopping
 from deltachain.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-QUESTION_S = 5.0  # timeout of a question to a replica, in seconds
+QUESTION_S: Final = 5.0  # timeout of a question to a replica, in seconds
 
 
 def dashboard(  # noqa: PLR0913 - one argument an option
@@ -65,22 +65,22 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     Reads only, every manifest once. The page asks for the token of the replicas; without one it is
     served to this machine alone. Ends with Ctrl-C or SIGTERM.
 
-    Example: `deltachain dashboard /mnt/policy`
+    Example: `python -m spaces.dashboard /mnt/policy`
 
-    Example: `deltachain dashboard s3://bucket/run-1 --presence s3://bucket/run-1-replicas`
+    Example: `python -m spaces.dashboard s3://bucket/run-1 --presence s3://bucket/run-1-replicas`
 
-    Example: `deltachain dashboard s3://bucket/run-1 --engine http://a:8000 --engine http://b:30000`
+    Example: `python -m spaces.dashboard /mnt/policy --engine http://a:8000 --engine http://b:30000`
     """
     import uvicorn
 
     from deltachain.control.replica_client import ReplicaClient
     from deltachain.control.roster import Roster, parse_inventory, split_boards, split_entries
-    from deltachain.dashboard.app import create_app, limited
-    from deltachain.dashboard.chain_index import ChainIndex
-    from deltachain.dashboard.watcher import Watcher
     from deltachain.presence.record import PresenceBoard
     from deltachain.status import HealthLimits
     from deltachain.store import open_store
+    from spaces.dashboard.app import create_app, limited
+    from spaces.dashboard.chain_index import ChainIndex
+    from spaces.dashboard.watcher import Watcher
 
     given = environment.read(os.environ)
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
@@ -118,7 +118,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     end(by)
 
 
-def _bound(listen: str, token: "str | Path") -> socket.socket:
+def _bound(listen: str, token: str | Path) -> socket.socket:
     """Bind the socket that the page is served at: others may connect to it with a token alone."""
     from deltachain.control.server import LOOPBACK
     from deltachain.metrics import parse_address
@@ -143,3 +143,36 @@ def _bound(listen: str, token: "str | Path") -> socket.socket:
 def _address(server: socket.socket) -> str:
     host, port = server.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+NAME: Final = "spaces.dashboard"
+
+
+class Program(Commands):
+    """The only command, which nobody names: its name is the last word of the program's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own
+        return super().parse_args(ctx, [NAME, *args])
+
+
+app = typer.Typer(
+    cls=Program,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.callback()(options)
+app.command(NAME, cls=Command)(local(dashboard))
+
+
+def main() -> None:
+    c.print_in_any_encoding()
+    try:
+        app(prog_name="python -m")
+    except KeyboardInterrupt:
+        c.say_interrupted()
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.dashboard import watcher
-from deltachain.dashboard.chain_index import ChainView, VersionSummary
 from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
+from spaces.dashboard import watcher
+from spaces.dashboard.chain_index import ChainView, VersionSummary
 
 POINTS: Final = 2000  # largest number of versions in one chart
 

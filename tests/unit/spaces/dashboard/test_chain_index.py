@@ -6,9 +6,18 @@ import pytest
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.documents import PHASES, chart_document, page_document, version_document
-from deltachain.dashboard.watcher import (
+from deltachain.errors import StoreUnavailableError
+from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_mark
+from deltachain.format.keys import manifest_key
+from deltachain.presence.writer import follower_status
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.redact import LONGEST
+from deltachain.status import HealthLimits
+from deltachain.store import MemoryStore
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from spaces.dashboard.chain_index import ChainIndex
+from spaces.dashboard.documents import PHASES, chart_document, page_document, version_document
+from spaces.dashboard.watcher import (
     REPLICA_PHASES,
     AlertKind,
     PhaseTrack,
@@ -19,20 +28,11 @@ from deltachain.dashboard.watcher import (
     newest_known,
     replica_phases,
 )
-from deltachain.errors import StoreUnavailableError
-from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_mark
-from deltachain.format.keys import manifest_key
-from deltachain.presence.writer import follower_status
-from deltachain.publish import PublishConfig, Publisher
-from deltachain.redact import LONGEST
-from deltachain.status import HealthLimits
-from deltachain.store import MemoryStore
-from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.faults import FaultyStore
 from tests.support.models import TinyModel, tensors_of
 from tests.support.values import present
-from tests.unit.dashboard.reports import ENGINE, NOW, chain_of, report, status, view_of
 from tests.unit.manifest_chains import WideStore, create, extend, manifest_after
+from tests.unit.spaces.dashboard.reports import ENGINE, NOW, chain_of, report, status, view_of
 
 PUBLISHED = {"diff": 0.25, "encode": 1.5, "upload": 1.0}
 APPLIED = {"look": 0.5, "fetch": 0.125, "stage": 0.0625, "pause": 0.03125, "swap": 0.0}

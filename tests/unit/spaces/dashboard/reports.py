@@ -3,10 +3,10 @@
 from typing import Any
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.chain_index import ChainIndex, ChainView
-from deltachain.dashboard.watcher import ReplicaReport, answered
 from deltachain.status import Status
 from deltachain.store import MemoryStore, Store
+from spaces.dashboard.chain_index import ChainIndex, ChainView
+from spaces.dashboard.watcher import ReplicaReport, answered
 from tests.unit.control.replicas import status as ready_status
 from tests.unit.manifest_chains import create, extend
 
