@@ -316,9 +316,12 @@ class Checkpoint:
             {n: TensorSpec(n, e.dtype, e.shape) for n, (_, e) in sorted(self._entries.items())}
         )
 
-    def bits(self, name: str) -> Bits:
+    def bits(self, name: str, most: int | None = None) -> Bits:
+        """Return the bits of a tensor in new memory, or of at most its ``most`` first elements."""
         file, entry = self._entries[name]
-        return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
+        spec = self.specs[name]
+        stop = entry.stop if most is None else min(entry.stop, entry.start + most * spec.itemsize)
+        return self._readers[file].bits(entry.start, stop, spec.bits_dtype)
 
     @property
     def paths(self) -> tuple[Path, ...]:

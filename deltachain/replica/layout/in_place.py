@@ -18,7 +18,7 @@ from deltachain.torch_names import WIRE_NAMES
 from .findings import Findings, Links, all_layers, components, links_of
 from .loaded_checkpoint import LoadedCheckpoint, made_ahead
 from .model_state import ModelState
-from .module_members import span
+from .module_members import in_threads, span
 from .reloads import flip_bits, holds_bits, write_bits
 
 
@@ -36,19 +36,23 @@ class ReadBack:
 
 
 def read_back(source: LoadedCheckpoint, placements: Mapping[str, Sequence[Placement]]) -> ReadBack:
-    reasons: dict[str, str] = {}
-    changed: set[str] = set()
-    placed = [name for name, places in placements.items() if places]
-    for name, bits in zip(placed, made_ahead(source.bits, placed), strict=True):
+    def compare(name: str) -> tuple[str, bool]:
+        bits, why, is_changed = source.bits(name), "", False
         for place in placements[name]:
             dtype = WIRE_NAMES.get(place.live.dtype)
             if dtype != source.specs[name].dtype:
-                reasons.setdefault(name, f"the engine serves it as {dtype}")
+                why = why or f"the engine serves it as {dtype}"
             elif not holds_bits([place], bits):
-                reasons.setdefault(name, "the engine changed its bits after loading")
-                changed.add(name)
-    held = {name: found for name, found in placements.items() if found and name not in reasons}
-    return ReadBack(reasons, frozenset(changed), held)
+                why, is_changed = why or "the engine changed its bits after loading", True
+        return why, is_changed
+
+    placed = [name for name, places in placements.items() if places]
+    compared = in_threads(compare, placed, lambda name: placements[name][0].live)
+    found = dict(zip(placed, compared, strict=True))
+    reasons = {name: why for name, (why, _) in found.items() if why}
+    changed = frozenset(name for name, (_, is_changed) in found.items() if is_changed)
+    held = {name: placements[name] for name in placed if name not in reasons}
+    return ReadBack(reasons, changed, held)
 
 
 def again(
@@ -242,12 +246,18 @@ def _uniform_storages(state: ModelState, findings: Findings) -> list[str]:
         layers = state.memory.in_storage_of(sharing[0][1].live)
         if layers.isdisjoint(state.processed):
             continue
-        if any(varied(place.cut(state.source.bits(name))) for name, place in sharing):
+        if any(_varies(state.source, name, place) for name, place in sharing):
             continue
         if not layers.isdisjoint(reloaded) or all(map(state.model.is_plain, layers)):
             continue  # its other tensors, or its output, show whether loading again is exact
         found += [name for name, _ in sharing]
     return found
+
+
+def _varies(source: LoadedCheckpoint, name: str, place: Placement) -> bool:
+    if name in source.uniform or place.numel == source.specs[name].numel:
+        return name not in source.uniform
+    return varied(place.cut(source.bits(name)))
 
 
 def _by_storage(

@@ -34,6 +34,9 @@ WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor
 LARGE: Final = 16.0
 """Magnitude above which numbers are decreased, not increased: eight-bit formats end at 240."""
 
+FIRST: Final = 1 << 12
+"""Number of elements that show of nearly every tensor that they are not all equal."""
+
 PERIOD: Final = 524_287
 """Number of random steps: a prime above the rows of a vocabulary, so no two rows share them."""
 
@@ -210,11 +213,15 @@ class LoadedCheckpoint:
     @cached_property
     def uniform(self) -> frozenset[str]:
         """Tensors whose elements are all equal."""
-        return frozenset(name for name in self.present if not varied(self.bits(name)))
+        return frozenset(
+            name
+            for name in self.present
+            if not varied(self.bits(name, FIRST)) and not varied(self.bits(name))
+        )
 
-    def bits(self, name: str) -> npt.NDArray[Any]:
-        """Return the bits of a tensor in new memory."""
-        return self.checkpoint.bits(self.names[name][0])
+    def bits(self, name: str, most: int | None = None) -> npt.NDArray[Any]:
+        """Return the bits of a tensor in new memory, or of its first elements."""
+        return self.checkpoint.bits(self.names[name][0], most)
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))

@@ -25,6 +25,7 @@ from .module_members import (
     Members,
     MemoryIndex,
     SavedBits,
+    in_threads,
     is_opaque,
     numbers_in,
     restoring,
@@ -246,16 +247,13 @@ class ModelState:
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
         now, numbers = self.model.tensors(), dict(_numbers(self.modules))
         added = {name for name in now if name not in self.tensors}
-        tensors = {
-            name
-            for name, tensor in self.tensors.items()
-            if (layers is None or self.owner[name] in layers)
-            and (
-                name not in now
-                or now[name].data_ptr() != tensor.data_ptr()
-                or self.bits.has_changed(tensor)
-            )
+        looked = {
+            n: t for n, t in self.tensors.items() if layers is None or self.owner[n] in layers
         }
+        moved = {n for n, t in looked.items() if n not in now or now[n].data_ptr() != t.data_ptr()}
+        left = [name for name in looked if name not in moved]
+        changed = in_threads(lambda n: self.bits.has_changed(looked[n]), left, looked.__getitem__)
+        tensors = moved.union(n for n, is_changed in zip(left, changed, strict=True) if is_changed)
         return frozenset(added | tensors).union(
             name
             for name, number in self.numbers.items()

@@ -38,6 +38,7 @@ from deltachain.kernels.torch_kernels import host_array, on_host
 from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest
 
+_A = TypeVar("_A")
 _T = TypeVar("_T")
 
 MOST: Final = 4
@@ -288,7 +289,7 @@ class Fingerprints:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._storages = {flat.data_ptr(): flat for flat in map(storage_of, tensors.values())}
         views = {_view(one): one for one in (*self._storages.values(), *tensors.values())}
-        digests = _in_threads(fingerprint, views.values())
+        digests = in_threads(fingerprint, views.values(), itself)
         self._digests = dict(zip(views, digests, strict=True))
 
     def has_changed(self, tensor: Tensor) -> bool:
@@ -317,7 +318,7 @@ class SavedBits(Fingerprints):
 
     def put_back(self) -> None:
         """Restore the bits; raises an :class:`EngineDamagedError` if they cannot be had again."""
-        list(_in_threads(self._put_back, self._storages.values()))
+        list(in_threads(self._put_back, self._storages.values(), itself))
 
     def _put_back(self, live: Tensor) -> None:
         if not self.has_changed(live):
@@ -332,13 +333,22 @@ class SavedBits(Fingerprints):
             raise EngineDamagedError(f"weights cannot be put back after test loads: {why}")
 
 
-def _in_threads(function: Callable[[Tensor], _T], tensors: Collection[Tensor]) -> Iterator[_T]:
-    """Apply a function that reads or writes tensors, in order; to large ones in threads."""
-    on_host = all(map(torch_kernels.on_host, tensors))
-    with Pool(min(cores(), MOST) if on_host else 0) as pool:
+def in_threads(
+    function: Callable[[_A], _T], items: Collection[_A], tensor: Callable[[_A], Tensor]
+) -> Iterator[_T]:
+    """Apply a function that reads or writes the tensors of items, in order.
+
+    Large tensors on the host are handled by several threads.
+    """
+    is_here = all(on_host(tensor(item)) for item in items)
+    with Pool(min(cores(), MOST) if is_here else 0) as pool:
         yield from pool.ordered(
-            function, tensors, ahead=2 * MOST, small=lambda one: one.nbytes < SMALL
+            function, items, ahead=2 * MOST, small=lambda item: tensor(item).nbytes < SMALL
         )
+
+
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _view(tensor: Tensor) -> object:

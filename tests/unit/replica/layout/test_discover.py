@@ -357,7 +357,7 @@ def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
 
 def constant(source: LoadedCheckpoint) -> None:
     """Let every element of the checkpoint, and so of the model, be the same."""
-    vars(source)["bits"] = lambda _: np.zeros(24, np.uint16)
+    vars(source)["bits"] = lambda *_: np.zeros(24, np.uint16)
 
 
 def test_bits_that_are_all_alike_are_no_proof_where_layers_are_rearranged(one_layer: Make) -> None:
@@ -379,7 +379,7 @@ def test_one_bit_that_differs_is_enough(one_layer: Make) -> None:
     model.rearranged, model.repacks = frozenset([""]), True
     bits_of = np.zeros(24, np.uint16)
     bits_of[17] = 0x3F80
-    vars(source)["bits"] = lambda _: bits_of.copy()
+    vars(source)["bits"] = lambda *_: bits_of.copy()
     model.p.data.copy_(torch.from_numpy(bits_of.view(np.int16)).view(torch.bfloat16).view(4, 6))
     assert untouched(model, source).classes == {"w": "in_place"}
 
