@@ -422,7 +422,7 @@ def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
     bits = wire_bits(weight)
     if weight.tensor.dtype != TORCH_DTYPES[weight.spec.dtype]:
         return bits, None  # the cast made new memory, with the bits in it
-    if weight.element_map.table is not None:
+    if weight.element_map.axes is not None:
         return threaded.copy(bits), None  # neighbours are in different windows
     return slab.empty(bits.size, bits.dtype), bits
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUMBER_BIT: Final = 48
-"""Bit between the slot number (above) and the element's index (below) in the table of a map:
+"""Bit between the slot number (above) and the element's index (below) in the tables of a map:
 no tensor has 2**48 elements."""
 PLACE: Final = (1 << NUMBER_BIT) - 1
 
@@ -92,8 +92,8 @@ class ElementRun(NamedTuple):
     """Consecutive elements of a live tensor that are consecutive in the checkpoint."""
 
     spec: TensorSpec
-    start: int  # flat index of the first in the live tensor
-    at: int  # and in the checkpoint tensor; both unused if there is a table
+    start: int  # flat index of the first in the live tensor; unused if there are tables
+    at: int  # and in the checkpoint tensor
     numel: int
 
 
@@ -111,9 +111,10 @@ class ElementMap:
 
     box: Box
     slots: tuple[ElementRun, ...]  # ascending by start; they cover the live tensor
-    table: Indices | None = None
-    """Slot number and index in its tensor of every element of the live tensor, if neighbours are
-    separated. Shared by all tensors of one shape."""
+    axes: tuple[Indices, ...] | None = None
+    """If neighbours are separated, a table for each axis of the live tensor, or one for its flat
+    indices: the sum at an element is its slot number, and its index in the slot. Shared by all
+    tensors of one shape."""
 
     @classmethod
     def straight(cls, spec: TensorSpec, box: Box | None = None) -> ElementMap:
@@ -126,7 +127,7 @@ class ElementMap:
 
     def run_of(self, spec: TensorSpec) -> tuple[slice, int] | None:
         """Return the slice of the box that is one run of a checkpoint tensor, and its index."""
-        for slot in self.slots if self.table is None else ():
+        for slot in self.slots if self.axes is None else ():
             if slot.spec != spec:
                 continue
             low, high = self.box.before(slot.start), self.box.before(slot.start + slot.numel)
@@ -138,10 +139,10 @@ class ElementMap:
 
     def split(self, local: Indices) -> Iterator[tuple[TensorSpec, Selection, Indices]]:
         """Split ascending indices into the box by checkpoint tensor."""
-        at = self.box.flat(local)
-        if self.table is not None:
-            yield from self._look_up(self.table, at)
+        if self.axes is not None:
+            yield from self._look_up(self.axes, local)
             return
+        at = self.box.flat(local)
         bounds = [0, at.size]
         if len(self.slots) > 1:
             bounds = [*np.searchsorted(at, [slot.start for slot in self.slots]).tolist(), at.size]
@@ -152,23 +153,54 @@ class ElementMap:
                 yield slot.spec, slice(low, high), mine + shift if shift else mine
 
     def _look_up(
-        self, table: Indices, at: Indices
+        self, axes: tuple[Indices, ...], local: Indices
     ) -> Iterator[tuple[TensorSpec, Indices, Indices]]:
-        codes = table[at]
+        if len(axes) < len(self.box.full):
+            codes = axes[0][self.box.flat(local)]
+        else:
+            places = zip(
+                axes, self.box.offset, np.unravel_index(local, self.box.shape), strict=True
+            )
+            codes = sum((axis[offset:][at] for axis, offset, at in places), np.zeros_like(local))
         order = np.argsort(codes, kind="stable")
         codes = codes[order]
         numbers = np.arange(len(self.slots) + 1, dtype=np.int64) << NUMBER_BIT
         bounds = np.searchsorted(codes, numbers).tolist()
         for slot, low, high in zip(self.slots, bounds, bounds[1:], strict=False):
             if low < high:
-                yield slot.spec, order[low:high], codes[low:high] & PLACE
+                yield slot.spec, order[low:high], (codes[low:high] & PLACE) + slot.at
+
+    def _ordered(self, axes: tuple[Indices, ...], limit: int) -> Iterator[AdjacentRuns]:
+        """Yield windows slot by slot: the coordinates of a slot are a product over the axes."""
+        if len(axes) < len(self.box.full):
+            everything = np.arange(self.box.numel)
+            held = [(axes[0][self.box.flat(everything)], everything)]
+        else:
+            strides = (math.prod(self.box.shape[n:]) for n in range(1, len(axes) + 1))
+            places = zip(axes, self.box.offset, self.box.shape, strides, strict=True)
+            held = [(a[at : at + n], np.arange(n) * stride) for a, at, n, stride in places]
+        for chosen in product(*(_by_number(*one) for one in held)):
+            slot = self.slots[sum(number for number, *_ in chosen)]
+            steps = sorted(chosen, key=lambda one: -int(np.diff(one[1]).min(initial=PLACE)))
+            shape = [indices.size for _, indices, _ in steps]
+            for start in range(0, math.prod(shape), limit):
+                numbers = np.arange(start, min(start + limit, math.prod(shape)))
+                indices, select = np.full_like(numbers, slot.at), np.zeros_like(numbers)
+                for step, at in zip(steps, np.unravel_index(numbers, shape), strict=True):
+                    indices += step[1][at]
+                    select += step[2][at]
+                if (np.diff(indices) < 0).any():  # neither of two axes is the outer one
+                    order = np.argsort(indices)
+                    indices, select = indices[order], select[order]
+                for low, high in pairwise(_cuts(indices, limit)):
+                    run: Indices | range = indices[low:high]
+                    if run[-1] - run[0] == high - low - 1:
+                        run = range(int(run[0]), int(run[-1]) + 1)
+                    yield AdjacentRuns(slot.spec, select[low:high], run)
 
     def windows(self, limit: int) -> Iterator[AdjacentRuns]:
-        if self.table is not None:
-            at = self.box.flat(np.arange(self.box.numel))
-            for spec, select, indices in self._look_up(self.table, at):
-                for low, high in pairwise(_cuts(indices, limit)):
-                    yield AdjacentRuns(spec, select[low:high], indices[low:high])
+        if self.axes is not None:
+            yield from self._ordered(self.axes, limit)
             return
         limit = max(1, min(limit, RUNS * self.box.run))
         for slot in self.slots:
@@ -184,6 +216,18 @@ class ElementMap:
             return self.box.flat(np.arange(start, stop)) + shift
         first = int(self.box.flat(np.array([start]))[0]) + shift
         return range(first, first + stop - start)
+
+
+def _by_number(codes: Indices, local: Indices) -> list[tuple[int, Indices, Indices]]:
+    """Return the index in the slot and in the box by slot number, along one axis."""
+    order = np.argsort(codes)
+    codes, local = codes[order], local[order]
+    bounds = [0, *(np.flatnonzero(np.diff(codes >> NUMBER_BIT)) + 1).tolist(), codes.size]
+    return [
+        (int(codes[low]) >> NUMBER_BIT, codes[low:high] & PLACE, local[low:high])
+        for low, high in pairwise(bounds)
+        if low < high
+    ]
 
 
 def _cuts(indices: Indices, limit: int) -> list[int]:

@@ -264,7 +264,7 @@ def _weight(
     frozen = not is_buffer and not tensor.requires_grad and len(box.full) > 1
     spec = TensorSpec(name, wanted, box.full)
     gone = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    return Weight(spec, gone, frozen, ElementMap(box, slots, goes.table), is_buffer)
+    return Weight(spec, gone, frozen, ElementMap(box, slots, goes.axes), is_buffer)
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -190,7 +190,7 @@ def _matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[M
             f"{weight.spec.name!r}",
             hint="ignore both layers, or none of them",
         )
-    if weight.element_map.table is not None:
+    if weight.element_map.axes is not None:
         raise ConfigError(
             f"{chosen[0]!r} cannot be quantised: the model has it in another order, as part of "
             f"{weight.spec.name!r}",

@@ -1,9 +1,10 @@
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -23,7 +24,10 @@ from transformers import (
 )
 from transformers.core_model_loading import (
     Chunk,
+    Concatenate,
+    ConversionOps,
     GroupWeightRename,
+    MergeModulelist,
     Transpose,
     WeightConverter,
     revert_weight_conversion,
@@ -31,6 +35,7 @@ from transformers.core_model_loading import (
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.model import conversion
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, collect_weights
@@ -119,13 +124,114 @@ def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
     assert as_checkpoint(source) == truth
 
 
-def test_layers_of_one_shape_share_their_table() -> None:
+def test_layers_of_one_shape_share_their_tables() -> None:
     tables = {
-        id(w.element_map.table)
+        id(w.element_map.axes)
         for w in collect_weights(transposed()).weights
         if "up_proj" in w.spec.name
     }
     assert len(tables) == 1
+
+
+@pytest.mark.parametrize("turn", [[], [Transpose(1, 2)]])
+def test_a_conversion_takes_no_memory_for_its_elements(turn: list[ConversionOps]) -> None:
+    extra: dict[str, Any] = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
+    with torch.device("meta"):
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | extra, num_experts_per_tok=2))
+    parts = [f"mlp.experts.*.{kind}_proj.weight" for kind in ("gate", "up")]
+    model._weight_conversions = [
+        WeightConverter(
+            parts, "mlp.experts.gate_up_proj", [MergeModulelist(0), Concatenate(1), *turn]
+        )
+    ]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    turned = {n: (s[0], s[2], s[1]) for n, s in shapes.items() if turn and "gate_up" in n}
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
+    before = _resident("VmHWM")
+    found = conversion.conversions(model, shapes | turned)
+    largest = max(map(math.prod, shapes.values()))
+    assert _resident("VmHWM") - before < largest
+    tables = [axis for one in found.values() for axis in one.axes or ()]
+    assert sum(axis.size for axis in tables) < largest // 1000
+    assert bool(tables) == bool(turn)
+
+
+def _resident(field: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
+
+
+class Chain(NamedTuple):
+    """Operations in place of a model's conversion."""
+
+    steps: list[Callable[[list[Tensor]], list[Tensor]]]
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = list(tensors.values())
+        for step in self.steps:
+            made = step(made)
+        return {str(number): tensor for number, tensor in enumerate(made)}
+
+
+def _step(
+    draw: Callable[[st.SearchStrategy[Any]], Any], tensors: list[Tensor]
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """An operation that the first of some tensors, or all, can take."""
+    first = tensors[0]
+    one, other = (draw(st.integers(0, first.ndim - 1)) for _ in range(2))
+    size, parts = first.shape[one], draw(st.integers(1, 3))
+    split = list(first.shape)
+    split[one : one + 1] = [2, size // 2]
+    steps: list[Callable[[Tensor], Sequence[Tensor]]] = [
+        lambda t: [t.transpose(one, other).contiguous()],
+        lambda t: t.chunk(parts, one),
+        lambda t: [t.movedim(one, 0)[0::2], t.movedim(one, 0)[1::2]] if size > 1 else [t],
+        lambda t: t.split([1, size - 1], one) if size > 1 else [t],
+        lambda t: t.unbind(one) if t.ndim > 1 else [t],
+        lambda t: [t.flatten(min(one, other), max(one, other))],
+        lambda t: (
+            [t.reshape(split).transpose(one, one + 1).reshape(t.shape)] if size % 2 < 1 else [t]
+        ),
+        lambda t: [t.flip(one)],
+        lambda t: [t, t[:1]],
+    ]
+    alike = [t for t in tensors if t.shape == first.shape]
+    if len(alike) == len(tensors) > 1 and draw(st.booleans()):
+        join = draw(st.sampled_from([torch.cat, torch.stack]))
+        return lambda tensors: [join(tensors, one)]
+    step = draw(st.sampled_from(steps))
+    return lambda tensors: [*tensors[1:], *step(tensors[0])]
+
+
+@given(st.data())
+def test_a_conversion_is_what_its_operations_do_to_elements(data: st.DataObject) -> None:
+    """Or it is refused: elements are added or left out."""
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)))
+    shapes = dict.fromkeys(data.draw(st.sampled_from(["a", "ab"])), shape)
+    tensors = [
+        torch.arange(math.prod(shape)).view(shape) + (n << NUMBER_BIT) for n in range(len(shapes))
+    ]
+    chain, made = Chain([]), list(tensors)
+    for _ in range(data.draw(st.integers(1, 5))):
+        chain.steps.append(_step(data.draw, made))
+        made = chain.steps[-1](made)
+    there = {str(number): tensor.reshape(-1).numpy() for number, tensor in enumerate(made)}
+    everything = np.sort(np.concatenate(list(there.values())))
+    if not np.array_equal(everything, torch.cat([t.reshape(-1) for t in tensors]).numpy()):
+        with pytest.raises(ConfigError, match="computed anew"):
+            conversion._measured(chain, shapes)  # type: ignore[arg-type]
+        return
+    for number, found in enumerate(conversion._measured(chain, shapes)):  # type: ignore[arg-type]
+        slots = [ElementRun(TensorSpec(t.name, "BF16", t.shape), *t[2:]) for t in found.targets]
+        element_map = ElementMap(Box.whole(shape), tuple(slots), found.axes)
+        everything = np.arange(math.prod(shape))
+        for split in (element_map.split(everything), element_map.windows(5)):
+            moved = [
+                (there[spec.name][np.asarray(at)], everything[select]) for spec, select, at in split
+            ]
+            codes, live = (np.concatenate(both) for both in zip(*moved, strict=True))
+            assert np.array_equal(codes, live + (number << NUMBER_BIT))
+            assert np.array_equal(np.sort(live), everything)
 
 
 def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
@@ -241,7 +347,11 @@ def element_maps(draw: st.DrawFn) -> tuple[ElementMap, dict[str, Indices]]:
     for number, slot in enumerate(slots):
         there[slot.spec.name] = halves[number % 2][number // 2].reshape(-1)
         table[there[slot.spec.name]] = np.arange(slot.numel) + (number << NUMBER_BIT)
-    return ElementMap(box, slots, table), there
+    if draw(st.booleans()):
+        return ElementMap(box, slots, (table,)), there
+    row = np.arange(2 * rows)
+    numbers = np.arange(experts) * 2 << NUMBER_BIT, (row % 2 << NUMBER_BIT) + row // 2
+    return ElementMap(box, slots, (*numbers, np.arange(width) * rows)), there
 
 
 @st.composite
