@@ -56,7 +56,6 @@ DENSE: Final = Measured("Anchors", "487 MB of bf16 weights in a folder of /dev/s
 ANCHOR: Final = Measured("Anchors", "anchor alone", (293, 1.66, 2))  # ms, GB/s, threads
 NEWCOMER: Final = Measured("Anchors", "newcomer", (268, 1.81, 2))
 
-NUMBERED: Final = 40  # bytes an element of a fused tensor, converted as numbers at the attach
 JOURNAL_NBYTES: Final = 512 << 20  # of a part of a folder's journal and its patches
 KEPT_VERSIONS: Final = 1024  # that pruning keeps by default
 
@@ -119,8 +118,8 @@ class Estimate:
     full_day: float
 
 
-def estimate(specs: Sequence[TensorSpec], run: CostSettings, *, fused: int = 0) -> Estimate:
-    """Estimate the costs of a run; ``fused``: elements of the largest tensor converted on save."""
+def estimate(specs: Sequence[TensorSpec], run: CostSettings) -> Estimate:
+    """Estimate the costs of a run."""
     numel, dense = sum(spec.numel for spec in specs), sum(spec.nbytes for spec in specs)
     changes, most = run.density * numel, _anchor_nbytes(specs)
     size = min(_delta_nbytes(specs, run), most)
@@ -153,12 +152,12 @@ def estimate(specs: Sequence[TensorSpec], run: CostSettings, *, fused: int = 0) 
     period = max(run.every_s, took["encode"] + took["upload"], took["fetch"] + took["stage"])
     day = 86400 / period * costs["step"].dollars
     full_day = 86400 / max(run.every_s, full) * costs["full"].dollars
-    rooms = _rooms(specs, run, costs, fused)
+    rooms = _rooms(specs, run, costs)
     return Estimate(numel, len(specs), dense, costs, rooms, deltas, period, day, full_day)
 
 
 def _rooms(
-    specs: Sequence[TensorSpec], run: CostSettings, costs: Mapping[str, Cost], fused: int
+    specs: Sequence[TensorSpec], run: CostSettings, costs: Mapping[str, Cost]
 ) -> dict[str, Room]:
     dense = sum(spec.nbytes for spec in specs)
     step, anchor, newcomer = (costs[name].nbytes for name in ("step", "anchor", "newcomer"))
@@ -172,7 +171,7 @@ def _rooms(
     beside = math.ceil(costs["anchor"].seconds / run.every_s)  # versions during an anchor
     kept = min(publish.anchor_memory * shard, beside * (indices + old) / run.ranks)
     late = min(shard, parts * anchor_part_nbytes(int(shard), part)) + kept
-    memory, most = round(shard + flight), round(max(shard + flight + late, NUMBERED * fused))
+    memory, most = round(shard + flight), round(shard + flight + late)
     folding = min(dense, parts * anchor_part_nbytes(dense, part))
     skip = min(SPANS[-1] * (step + indices + old), folding)
     decoded = 2 * sum(sorted((spec.nbytes for spec in specs), reverse=True)[: run.cores])

@@ -2,7 +2,6 @@
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import re
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,8 +46,7 @@ def estimate(  # noqa: PLR0913 - one argument an option
     run = to.CostSettings(
         share, encoding, replicas, ranks, engine_ranks, rate, seconds(every), egress
     )
-    specs, fused = _shapes(model)
-    found = asdict(to.estimate(specs, run, fused=fused))
+    found = asdict(to.estimate(_shapes(model), run))
     c.show({"model": model, "settings": asdict(run), **found}, _show, as_json=as_json)
 
 
@@ -62,8 +60,8 @@ def _number(text: str, units: dict[str, float], such_as: str) -> float:
     return float(given[1]) * units[given[2]]
 
 
-def _shapes(model: str) -> "tuple[list[TensorSpec], int]":
-    """Return the tensors of a checkpoint, and elements of the largest that is made on save."""
+def _shapes(model: str) -> "list[TensorSpec]":
+    """Return the tensors of a checkpoint, or of a configuration without weights."""
     from deltachain.checkpoint import Checkpoint, named_folder
 
     path = Path(model).expanduser()
@@ -71,14 +69,11 @@ def _shapes(model: str) -> "tuple[list[TensorSpec], int]":
     config = path if path.suffix == ".json" else path / "config.json"
     if config == path or (path.is_dir() and not any(path.glob("*.safetensors"))):
         return _configured(config)
-    specs = list(Checkpoint(path).specs.values())
-    with suppress(ConfigError, ModuleNotFoundError):
-        return specs, _configured(config)[1]
-    return specs, 0
+    return list(Checkpoint(path).specs.values())
 
 
-def _configured(config: Path) -> "tuple[list[TensorSpec], int]":
-    """Return the same of a configuration, as transformers builds it without memory."""
+def _configured(config: Path) -> "list[TensorSpec]":
+    """Return the tensors of a configuration, as transformers builds it without memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,9 +93,7 @@ def _configured(config: Path) -> "tuple[list[TensorSpec], int]":
     live = dict({id(one): (name, one.detach()) for name, one in kept}.values())
     saving = SaveConversion(model, {name: tuple(one.shape) for name, one in live.items()})
     made = saving.convert(live)
-    fused = (one.numel() for name, one in live.items() if name not in saving.renamed)
-    specs = [TensorSpec(n, WIRE_NAMES[one.dtype], tuple(one.shape)) for n, one in made.items()]
-    return specs, max(fused, default=0)
+    return [TensorSpec(n, WIRE_NAMES[one.dtype], tuple(one.shape)) for n, one in made.items()]
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -99,9 +99,7 @@ def test_a_configuration_has_as_many_parameters_as_its_model(name: str, tmp_path
     assert found["nbytes"] == pytest.approx(2 * numel, rel=0.01)
     assert found["costs"]["full"]["nbytes"] == 2 * found["numel"]
     rank = found["rooms"]["a rank of it"]
-    converted = 0 if name == "llama" else 40 * 2 * 2048 * 7168 * int(settings["n_routed_experts"])  # type: ignore[call-overload]
-    assert rank["most"] >= converted > -1
-    assert (rank["most"] > 4 * rank["memory"]) == bool(converted)
+    assert found["nbytes"] / 64 < rank["memory"] <= rank["most"] < 3 * found["nbytes"] / 64
     assert ok("estimate", file, "--ranks", 64, "--json").document["numel"] == found["numel"]
 
 
