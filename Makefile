@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
+.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -128,6 +128,9 @@ test-sglang-long: venv-sglang  ## those of them that take minutes
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
 	.venv-vllm/bin/python -m tests.engines.bench
+
+bench-attach: venv-vllm  ## what it costs a real vLLM to attach, searched and with a kept proof: three minutes
+	.venv-vllm/bin/python -m tests.engines.bench.attaching
 
 cross-region: venv  ## what a deployment over regions costs: Linux, as root, six minutes
 	$(BIN)/python -m tests.bench.cross_region

@@ -93,7 +93,6 @@ class _Search:
         self.groups = components(self.links, self.links, findings.joined)
         self.unstable: dict[LoadMethod, frozenset[str]] = {}  # change if the same is loaded
         self.missing: set[LoadMethod] = set()
-        # Packing anew processes every layer that it is given; the engine's own reload may not.
         self.packing: tuple[LoadMethod, ...] = RELOADS if findings.reload_only else RELOADS[::-1]
         self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
@@ -162,8 +161,10 @@ class _Search:
         for method in self.packing:
             found = self._follow(method, groups, changed)
             seen += [] if found is None else [found]
-            if seen and not self.findings.reload_only:
-                break  # no tensor needs the other method, and one shows what processing makes
+            if found is not None and method == "repacked" and not self.findings.reload_only:
+                # It repeats the engine's start, load and processing of raw layers, and so shows
+                # what the start derived; no tensor needs to be updated by another method.
+                return found
         plain = self._follow("loaded", groups, changed)
         untried = self.uncovered
         if plain is not None:  # a load alone processes no layer

@@ -60,6 +60,8 @@ SIZES: Final[Mapping[str, Qwen3Config]] = MappingProxyType(
         "170M": _sized(1024, 3072, 8, 16, 43008),
         "596M": _sized(1024, 3072, 28, 16, 151936),  # the very shapes of Qwen3-0.6B
         "1.2B": _sized(2048, 6144, 18, 16, 151936),
+        "1.7B": _sized(2048, 6144, 28, 16, 151936),  # of Qwen3-1.7B
+        "4.0B": _sized(2560, 9728, 36, 32, 151936),  # nearly of Qwen3-4B, which has 8 heads of keys
     }
 )
 """Dense models by their number of parameters. The smallest tries the benchmark itself."""
