@@ -126,6 +126,7 @@ class Mirror:
         self._sent = set[str]()
         self._put: dict[str, bytes] = {}
         self._pruned: PruneRecord | None = None
+        self._stay = 0
         self._is_whole = self._is_joinable = False
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -459,7 +460,7 @@ class Mirror:
         self._is_joinable = True
 
     def _delete_pruned(self) -> None:
-        """Delete pruned payloads that the source deleted, if newcomers still have a way."""
+        """Delete pruned payloads that the source deleted; say how many others it has no more."""
         extra, there = self._extra, self.destination
         record, clock = self._pruned, there.clock()
         if record is None or clock is None or not extra or self.version < 0:
@@ -477,6 +478,10 @@ class Mirror:
         with Pool(DELETES, "deltachain-delete") as pool:
             for _ in pool.map(there.delete, due):
                 pass
+        stay = len(extra - due)
+        if stay not in (0, self._stay):
+            logger.info("%s keeps %d payloads that its source does not have", there.url, stay)
+        self._stay = stay
 
 
 def check_placement(source: Store, destination: Store) -> None:
