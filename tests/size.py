@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_620, 236, 0.09),
-    "tests": Size(79_720, 340, 1.0),
+    "wheel": Size(52_948, 236, 0.09),
+    "tests": Size(79_897, 340, 1.0),
 }
 
 
