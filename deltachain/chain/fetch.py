@@ -1,9 +1,13 @@
 """Fetch and verify every object of a plan; decode tensors on demand.
 
-Compressed parts stay in memory and are decoded tensor by tensor, so a plan of any length takes the
-memory of its wire bytes plus a few tensors.
+Compressed parts stay in memory, or in files without a name, and are decoded tensor by tensor, so a
+plan of any length takes the memory of its wire bytes, or none, plus a few tensors.
 """
 
+import logging
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +26,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.codec.container import TensorRow
 from deltachain.delta import OldBits, TensorDelta, bits_are_at_fault, fold_all
+from deltachain.disk_space import check_room
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest
 from deltachain.kernels import host
@@ -42,13 +47,35 @@ LARGE: Final = 8 << 20
 PIECE: Final = 1 << 20
 """Bytes of a large object that are read at a time: they stay in cache while they are hashed."""
 
+RANGE: Final = 4 << 20
+RANGES: Final = 2
+"""Bytes of a large object that are written to a file at a time, and threads that do."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A folder for large objects on their way, while ``spare`` bytes stay free beside them."""
+
+    folder: Path
+    spare: int
+
 
 def fetch_part(
-    store: Store, ref: ObjectRef, corrupt: list[str] | None = None, *, hold: bool = True
+    store: Store,
+    ref: ObjectRef,
+    corrupt: list[str] | None = None,
+    *,
+    hold: bool = True,
+    room: Room | None = None,
 ) -> Part:
     """Fetch and verify a part, once more if it is corrupt."""
-    in_store = not hold and ref.nbytes > LARGE and store.capabilities.cheap_ranges
-    get = _in_store if in_store else _held
+    get: Callable[[Store, ObjectRef], Part] = _held
+    if ref.nbytes > LARGE and not hold and store.capabilities.cheap_ranges:
+        get = _in_store
+    elif ref.nbytes > LARGE and room is not None and not ref.pin:  # content is not read in ranges
+        get = partial(_in_file, room)
     try:
         return get(store, ref)
     except errors.UnsupportedFormatError:
@@ -60,18 +87,56 @@ def fetch_part(
 
 
 def _held(store: Store, ref: ObjectRef) -> Part:
-    data = _read(store, ref)
+    return _proven(_read(store, ref), ref)
+
+
+def _proven(data: Buffer, ref: ObjectRef) -> Part:
     _check_digest(ref.key, ref.blake3, object_digest(data), ref.key)
     return _checked(Part.from_bytes(data, key=ref.key), ref)
 
 
-def _in_store(store: Store, ref: ObjectRef) -> Part:
+def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
+    _check_there(store, ref)
+    try:
+        check_room(room.folder, ref.nbytes + room.spare)
+        return _proven(_copied(room.folder, store, ref), ref)
+    except errors.DeltaChainError:  # some of its subclasses are OSErrors too
+        raise
+    except OSError as exc:
+        logger.info("%s is held in memory: %s", ref.key, exc)
+    return _held(store, ref)
+
+
+def _copied(folder: Path, store: Store, ref: ObjectRef) -> memoryview:
+    """Return a map of a copy that no other process can cut, nor finds after a kill."""
+    with tempfile.TemporaryFile(
+        buffering=0, dir=folder, prefix=".", suffix=".safetensors.part"
+    ) as file:
+
+        def copy(start: int) -> None:
+            length = min(RANGE, ref.nbytes - start)
+            left = memoryview(store.get_range(ref.key, start, length))
+            while left:
+                done = os.pwrite(file.fileno(), left, start)
+                left, start = left[done:], start + done
+
+        with Pool(RANGES) as pool:
+            for _ in pool.map(copy, range(0, ref.nbytes, RANGE)):
+                pass
+        return memoryview(mmap.mmap(file.fileno(), ref.nbytes, access=mmap.ACCESS_READ))
+
+
+def _check_there(store: Store, ref: ObjectRef) -> None:
     info = store.find(ref.key)
     if info is None:
         missing = not_found(ref.key, store.url)
         missing.hint = LOST
         raise missing
     check_nbytes(ref.key, store.url, expected=ref.nbytes, actual=info.nbytes)
+
+
+def _in_store(store: Store, ref: ObjectRef) -> Part:
+    _check_there(store, ref)
     read_at = partial(store.get_range, ref.key)
     starts = range(0, ref.nbytes, PIECE)
     pieces = (read_at(start, min(PIECE, ref.nbytes - start)) for start in starts)
@@ -230,7 +295,7 @@ def fetch(
 
 
 @contextmanager
-def fetching(
+def fetching(  # noqa: PLR0913 - where objects come from, and where they are meanwhile
     chain: Chain,
     plan: Plan,
     *,
@@ -238,15 +303,18 @@ def fetching(
     base: Path | None = None,
     progress: Callable[[int], None] = lambda _: None,
     hold: bool = True,
+    room: Path | None = None,
 ) -> Iterator[Fetched]:
     """Fetch every object of a plan in threads, while the plan is used; see :func:`fetch`.
 
     Objects that nobody has begun to fetch when the context ends are not fetched. Without ``hold``
     each tensor must be decoded once only: large objects of an edge from nothing are then verified
     without being held in memory, where the store has cheap ranges, and read again as they are
-    decoded.
+    decoded. Other large objects are held in files without a name in the folder ``room``, if given
+    and while it has room for the weights beside them.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
+    beside = Room(room, sum(spec.nbytes for spec in specs.values())) if room else None
     chain.look_ahead(plan)
     edges = [chain.edge(summary, target) for summary in plan.edges]
     reference = edges[0].reference if edges else None
@@ -259,7 +327,8 @@ def fetching(
     times: list[float] = []
 
     def get(ref: ObjectRef, edge: Edge) -> Part:
-        part = fetch_part(chain.store, ref, corrupt, hold=hold or edge.base is not None)
+        held = hold or edge.base is not None
+        part = fetch_part(chain.store, ref, corrupt, hold=held, room=beside)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: row.spec for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -642,7 +643,8 @@ def _difference(session: Session, head: Committed) -> Diff | None:
     chain, config = session.writer.chain, session.config
     try:
         plan = chain.plan(None, head)
-        with fetching(chain, plan, base=config.base, hold=False) as fetched:
+        room = Path(tempfile.gettempdir())
+        with fetching(chain, plan, base=config.base, hold=False, room=room) as fetched:
             changes = dict(_compare(fetched, session.source, session.snapshot))
     except UNREADABLE as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)

@@ -44,7 +44,7 @@ class UsablePlans:
         return bool(lost)
 
 
-def fetch_around(
+def fetch_around(  # noqa: PLR0913 - as of `fetching`
     chain: Chain,
     held: HeldVersion | None,
     committed: Committed,
@@ -52,6 +52,7 @@ def fetch_around(
     *,
     usable: UsablePlans,
     hold: bool = True,
+    room: Path | None = None,
 ) -> tuple[Fetched, _T]:
     """Use the cheapest plan while it is fetched; again around edges of unusable objects."""
     avoid: list[EdgeSummary] = []
@@ -65,7 +66,9 @@ def fetch_around(
                 raise _named(failure, committed) from failure.__cause__
             raise
         try:
-            with fetching(chain, plan, target=committed, base=usable.base, hold=hold) as fetched:
+            with fetching(
+                chain, plan, target=committed, base=usable.base, hold=hold, room=room
+            ) as fetched:
                 return fetched, use(fetched)
         except errors.OldBitsError as exc:
             if not usable.leave_out(plan, exc):

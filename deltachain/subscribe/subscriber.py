@@ -623,7 +623,9 @@ class Subscriber(Closeable):
         start, budget, chain = time.perf_counter(), self.config.stage_budget, self.chain
         look_s = max(0.0, time.time() - committed.manifest.time)
         target, specs = self.target, chain.table.specs()
-        once = isinstance(target, PatchedTarget) and target.decodes_once(specs, budget)
+        once, room = False, None
+        if isinstance(target, PatchedTarget):
+            once, room = target.decodes_once(specs, budget), target.room
 
         def stage(fetched: Fetched) -> Prepared:
             try:
@@ -644,7 +646,7 @@ class Subscriber(Closeable):
         ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
         with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
-                chain, held, committed, stage, usable=self._usable, hold=not once
+                chain, held, committed, stage, usable=self._usable, hold=not once, room=room
             )
         fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()

@@ -1,17 +1,20 @@
+import errno
+import os
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from deltachain.chain import fetch as fetch_module
 from deltachain.chain.chain import Chain
@@ -32,7 +35,7 @@ from deltachain.format.documents import BaseRef, ObjectRef
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.retry import SLOWEST, Backoff, Deadline, shortly_after
-from deltachain.store import MemoryStore, open_store
+from deltachain.store import Capabilities, MemoryStore, Store, open_store
 from deltachain.store.file import FileStore
 from deltachain.subscribe import Subscriber
 from deltachain.threads import Pool
@@ -53,6 +56,16 @@ from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, ext
 from tests.unit.replica.replicas import Followed
 
 KEYS = [CHAIN_KEY, TABLE_KEY, manifest_key(1)]
+
+
+class WithoutRanges(FaultyStore):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, cheap_ranges=False)
+
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+        assert nbytes <= fetch_module.LARGE
+        return super().read(key, nbytes=nbytes, pin=pin)
 
 
 class Flipping(FaultyStore):
@@ -333,8 +346,9 @@ def faults_of(chain: Chain) -> FaultyStore:
     return chain.store
 
 
-def decoded(chain: Chain, *, hold: bool) -> dict[str, bytes]:
-    with fetching(chain, chain.plan(None, chain.read(0)), hold=hold) as fetched:
+def decoded(chain: Chain, *, hold: bool, room: Path | None = None) -> dict[str, bytes]:
+    with fetching(chain, chain.plan(None, chain.read(0)), hold=hold, room=room) as fetched:
+        assert room is None or not [*room.iterdir()]  # a killed process leaves nothing
         return {name: fetched.read(name).values.tobytes() for name in fetched.arriving()}
 
 
@@ -358,17 +372,71 @@ def test_an_object_that_is_corrupt_once_is_verified_again_without_being_held(cha
     ids=["short", "long", "corrupt", "gone"],
 )
 def test_an_object_is_refused_as_if_it_were_held(
-    chain: Chain, damage: Callable[[bytes], bytes | None], error: type[Exception]
+    chain: Chain, damage: Callable[[bytes], bytes | None], error: type[Exception], tmp_path: Path
 ) -> None:
     key = parts_of(chain)[0].key
     data = damage(chain.store.get(key))
     chain.store.delete(key)
     if data is not None:
         chain.store.put(key, data)
-    for hold in (True, False):
+    room = tmp_path / "room"
+    room.mkdir()
+    for hold, where in ((True, None), (False, None), (True, room)):
         with pytest.raises(error) as caught:
-            decoded(chain, hold=hold)
+            decoded(chain, hold=hold, room=where)
         assert getattr(caught.value, "key", "") == key
+        assert not [*room.iterdir()]
+
+
+def test_objects_on_their_way_to_a_folder_are_held_in_files_while_there_is_room(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then in memory: a disk that fills, or is read-only, is no reason to fail here."""
+    held: list[str] = []
+    read = fetch_module._held
+
+    def hold(store: Store, ref: ObjectRef) -> Part:
+        held.append(ref.key)
+        return read(store, ref)
+
+    monkeypatch.setattr(fetch_module, "_held", hold)
+    monkeypatch.setattr(fetch_module, "RANGE", 1000)
+    room, expected = tmp_path / "room", decoded(chain, hold=False)
+    room.mkdir()
+    assert decoded(chain, hold=True, room=room) == expected
+    assert not held
+    full = OSError(errno.ENOSPC, "full")
+
+    def fill(*_: object) -> int:
+        raise full
+
+    numel = sum(spec.nbytes for spec in chain.table.specs())
+    free = SimpleNamespace(f_bfree=numel, f_bavail=numel, f_frsize=1)
+    for module, name, substitute in ((os, "pwrite", fill), (os, "statvfs", lambda _: free)):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, substitute)
+            assert decoded(chain, hold=True, room=room) == expected
+        assert sorted(held) == sorted(part.key for part in parts_of(chain))
+        held.clear()
+
+
+def test_a_folder_is_filled_without_memory_for_large_objects(tmp_path: Path) -> None:
+    """Of a store without cheap ranges, too, and for deltas."""
+    store = WithoutRanges(FileStore(tmp_path / "chain"))
+    weights = torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.normal_(weights.weight)
+    with Publisher(PublishConfig(url=store.url), store=store).attach(
+        weights, assets={}
+    ) as publisher:
+        torch.nn.init.normal_(weights.weight)
+        publisher.publish().result()
+    parts = [Chain.open(store).read(version).manifest.edge.parts[0] for version in range(2)]
+    assert min(part.nbytes for part in parts) > fetch_module.LARGE
+    with closing(Subscriber(store.url, tmp_path / "out", store=store)) as subscriber:
+        for version in range(2):
+            subscriber.update(version)
+    found = load_file(tmp_path / "out" / "model.safetensors")["weight"]
+    assert torch.equal(found.view(torch.int16), weights.weight.view(torch.int16))
 
 
 @pytest.mark.full

@@ -37,7 +37,7 @@ WHOLE_AXES: Final = re.compile(
 )
 """Views that move, cut apart or leave out axes of a tensor, and do not merge any."""
 
-ONE_BY_ONE: Final = 80
+ONE_BY_ONE: Final = 60
 """Bytes an element of a conversion whose elements are numbered one by one, at its peak."""
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of live tensors, by name
@@ -225,7 +225,7 @@ class _Sum(Tensor):
         return cls.of(first, [torch.arange(n) * step for n, step in zip(shape, steps, strict=True)])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # noqa: ANN401
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # noqa: ANN401
         aten, own, rest = torch.ops.aten, args[0], args[1:]
         made: Any = own
         if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
@@ -244,7 +244,7 @@ class _Sum(Tensor):
                 return own._moved(alone)
             made = [own._moved(one) for one in zip(*alone, strict=True)]
         elif func is not aten.clone.default:
-            raise ValueError(f"{func} on {types}")
+            raise ValueError(f"by {func}")
         return made
 
     def _moved(self, alone: Sequence[Tensor]) -> "_Sum":

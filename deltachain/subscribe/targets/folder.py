@@ -296,7 +296,7 @@ class FolderTarget(PatchedTarget):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = self.room = folder
         self.assets = frozenset[str]()  # paths in the chain, which say whether it is an adapter's
         self._journal = Journal(folder)
         self._specs: Mapping[str, TensorSpec] = {}

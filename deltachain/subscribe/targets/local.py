@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 from deltachain.chain.fetch import Fetched
@@ -51,6 +52,9 @@ class Patches(Prepared):
 
 
 class PatchedTarget(Target, ABC):
+    room: Path | None = None
+    """Folder for large objects on their way, which are held in memory without one."""
+
     @abstractmethod
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
         """Compute the patch of a delta, which it may write into, from live bits; thread-safe.
