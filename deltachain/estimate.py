@@ -184,7 +184,7 @@ def _rooms(
         "trainer": Room(run.ranks * memory, run.ranks * most, 0),
         "a rank of it": Room(memory, most, 0),
         "maintainer": Room(round(skip), newcomer + folding, 0),
-        "folder": Room(round(writing), round(max(writing, newcomer + decoded)), dense + anchor),
+        "folder": Room(round(writing), round(writing), dense + newcomer),
         "engine": Room(round(min(patches, budget) + undo), round(whole), newcomer),
         "store": Room(0, 0, KEPT_VERSIONS * step + anchors * anchor),
     }

@@ -137,7 +137,7 @@ def test_quantised_weights_take_the_bits_of_their_own_column() -> None:
 
 # What a process holds beyond what it held before, in bytes: of an attach, of a step and of a pull.
 ROLES: Final = """
-import ctypes, json, sys
+import ctypes, threading, json, sys
 from pathlib import Path
 
 import torch
@@ -193,12 +193,22 @@ with publisher("chain", model) as mine:
     before = begin()
     mine.publish().result()
     found["step"] = status("VmHWM") - before
-# As of a bucket, which has no cheap ranges: the anchor is held in memory.
+# As of a bucket, which has no cheap ranges: large objects are held in files.
 FileStore.capabilities = replace(FileStore.capabilities, cheap_ranges=False)
 del mine
-before = begin()
+begin()
+before, peak, done = status("RssAnon"), [0], threading.Event()
+
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], status("RssAnon"))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
 pull("chain", "out")
-found["pull"] = status("VmHWM") - before
+done.set()
+watcher.join()
+found["pull"] = peak[0] - before
 found["disk"] = sum(file.stat().st_size for file in (root / "out").iterdir())
 print(json.dumps(found))
 """
@@ -218,9 +228,7 @@ def test_memory_is_what_roles_hold(tmp_path: Path) -> None:
     rank, folder = told.rooms["a rank of it"], told.rooms["folder"]
     assert nbytes <= found["attach"] <= rank.most
     assert found["step"] == pytest.approx(rank.memory - nbytes, rel=0.4)
-    one_delta = told.costs["anchor"].nbytes + told.costs["step"].nbytes
-    more = folder.most - told.costs["newcomer"].nbytes  # decoded tensors
-    assert one_delta <= found["pull"] <= 1.2 * (one_delta + 2 * more)
+    assert found["pull"] <= folder.most, (found, folder)
     assert found["disk"] == pytest.approx(nbytes, rel=0.01)
     assert found["disk"] <= folder.disk
 
