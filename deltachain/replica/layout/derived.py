@@ -19,7 +19,15 @@ from torch import nn
 from deltachain.errors import EngineVersionError, TensorMismatchError
 
 from .findings import Findings, Links, all_layers, components, links_of
-from .model_state import RELOADS, LoadMethod, ModelState, idle, layer_of, restore_outputs
+from .model_state import (
+    RELOADS,
+    LoadMethod,
+    ModelState,
+    batches,
+    idle,
+    layer_of,
+    restore_outputs,
+)
 from .module_members import MemoryIndex, digest_of
 
 if TYPE_CHECKING:
@@ -250,24 +258,14 @@ class _Search:
     ) -> None:
         """Load groups; some at a time if they are packed, which takes the memory of raw layers."""
         state, beyond = self.state, self.beyond if method == "repacked" else frozenset[str]()
-        batches = list(self._batches(groups)) if method == "repacked" else [groups]
-        for number, batch in enumerate(batches, 1):
+        parts = [groups]
+        if method == "repacked":
+            parts = list(batches(groups, iter, state.source.specs, TOGETHER))
+        for number, batch in enumerate(parts, 1):
             names = [name for group in batch for name in group]
             layers = state.memory.tied(all_layers(self.links, names))
-            last = beyond if number == len(batches) else frozenset[str]()
+            last = beyond if number == len(parts) else frozenset[str]()
             state.load(method, names, changed, layers | last)
-
-    def _batches(self, groups: list[list[str]]) -> Iterator[list[list[str]]]:
-        batch: list[list[str]] = []
-        filled = 0
-        for group in groups:
-            nbytes = sum(self.state.source.specs[name].nbytes for name in group)
-            if batch and filled + nbytes > TOGETHER:
-                yield batch
-                batch, filled = [], 0
-            batch.append(group)
-            filled += nbytes
-        yield batch
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:

@@ -7,7 +7,7 @@ of a layer with members that cannot be inspected.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from deltachain.replica.engine import EngineModel
 from deltachain.types import TensorSpec
 
 from .loaded_checkpoint import WeightsFactory
-from .model_state import RELOADS, LoadGroup, LoadMethod
+from .model_state import RELOADS, LoadGroup, LoadMethod, batches
 from .module_members import is_opaque, numbers_in, same_number, same_tensor, storage_id, tensors_in
 from .runtime_tables import KV
 
@@ -56,29 +56,13 @@ def expect_fresh(
     exchange values while they quantise, and must do so equally often.
     """
     different: list[TensorMismatchError] = []
-    for together in _batches(groups, specs):
+    for together in batches(groups, lambda group: group.names, specs, TOGETHER):
         try:
             _compare(model, together, weights)
         except TensorMismatchError as exc:
             different.append(exc)
     if different:
         raise different[0]
-
-
-def _batches(
-    groups: Iterable[LoadGroup], specs: Mapping[str, TensorSpec]
-) -> Iterator[list[LoadGroup]]:
-    batch: list[LoadGroup] = []
-    filled = 0
-    for group in groups:
-        nbytes = sum(specs[name].nbytes for name in group.names)
-        if batch and filled + nbytes > TOGETHER:
-            yield batch
-            batch, filled = [], 0
-        batch.append(group)
-        filled += nbytes
-    if batch:
-        yield batch
 
 
 def _compare(model: EngineModel, groups: Sequence[LoadGroup], weights: WeightsFactory) -> bool:

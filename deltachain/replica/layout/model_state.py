@@ -11,13 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FunctionType, MethodType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.replica.engine import EngineModel
+from deltachain.types import TensorSpec
 
 from .loaded_checkpoint import LoadedCheckpoint, mixed
 from .module_members import (
@@ -33,6 +34,8 @@ from .module_members import (
     same_tensor,
     storage_id,
 )
+
+_G = TypeVar("_G")
 
 COLUMNS: Final = 16
 """Number of columns of a weight that probing rows show."""
@@ -163,6 +166,26 @@ def scope_of(groups: Iterable[LoadGroup]) -> frozenset[str]:
     """Return the layers of some groups; empty, for any, if those of one group are unknown."""
     layers = [group.layers for group in groups]
     return frozenset().union(*layers) if all(layers) else frozenset()
+
+
+def batches(
+    groups: Iterable[_G],
+    names: Callable[[_G], Iterable[str]],
+    specs: Mapping[str, TensorSpec],
+    most: int,
+) -> Iterator[list[_G]]:
+    """Yield groups together, up to ``most`` bytes of weights; a larger group is alone."""
+    batch: list[_G] = []
+    filled = 0
+    for group in groups:
+        nbytes = sum(specs[name].nbytes for name in names(group))
+        if batch and filled + nbytes > most:
+            yield batch
+            batch, filled = [], 0
+        batch.append(group)
+        filled += nbytes
+    if batch:
+        yield batch
 
 
 def load_with(
