@@ -160,7 +160,11 @@ def _rooms(
     specs: Sequence[TensorSpec], run: CostSettings, costs: Mapping[str, Cost]
 ) -> dict[str, Room]:
     dense = sum(spec.nbytes for spec in specs)
-    step, anchor, newcomer = (costs[name].nbytes for name in ("step", "anchor", "newcomer"))
+    step, anchor, newcomer = (
+        costs["step"].nbytes,
+        costs["anchor"].nbytes,
+        costs["newcomer"].nbytes,
+    )
     old = run.density * dense  # of the changed elements
     indices = 8 * run.density * sum(spec.numel for spec in specs)
     patches = indices + 2 * old

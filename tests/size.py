@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_580, 233, 0.09),
+    "wheel": Size(52_590, 233, 0.09),
     "tests": Size(80_760, 347, 1.0),
 }
 
