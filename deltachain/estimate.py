@@ -1,7 +1,7 @@
 """Estimate of a chain's costs from the shapes of a model: bytes, seconds, memory, disk, dollars.
 
-Speeds are those of one core a rank, weights in host memory. Phases are added up, although they
-overlap, so that seconds are upper bounds.
+Speeds assume one core for each rank and weights in host memory. Phases are added up, although they
+overlap, so seconds are upper bounds.
 """
 
 import math
@@ -46,7 +46,7 @@ SPEEDS: Final = {
 """GB of dense bf16 a second, encode and decode, in the order of :data:`BITS`."""
 
 FP8: Final = Measured("Size", "deltachain step", (17.66, 13.10, 10.53, 9.76, 8.79, 13.19))
-"""Bits of bf16, and as the last one those of fp8 at the same density as the fourth."""
+"""Bits a change of bf16; the last value is of fp8, at the density of the fourth."""
 
 CHANGE: Final = Measured("Size", "deltachain step", (13.0, 6.3))  # ns, encode and decode
 DIFF: Final = Measured("Detect", "numba diff_", (10.8, 12.4))  # ms, GB/s
@@ -95,7 +95,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Footprint:
     """Bytes of memory in a step, of memory at most, and of disk at most."""
 
     memory: int
@@ -111,7 +111,7 @@ class Estimate:
     tensors: int
     nbytes: int
     costs: Mapping[str, Cost]
-    rooms: Mapping[str, Room]
+    rooms: Mapping[str, Footprint]
     anchor_every: int  # versions
     period_s: float  # between two versions: that of steps, unless encoders or links are slower
     day: float  # dollars of egress
@@ -158,7 +158,7 @@ def estimate(specs: Sequence[TensorSpec], run: CostSettings) -> Estimate:
 
 def _rooms(
     specs: Sequence[TensorSpec], run: CostSettings, costs: Mapping[str, Cost]
-) -> dict[str, Room]:
+) -> dict[str, Footprint]:
     dense = sum(spec.nbytes for spec in specs)
     step, anchor, newcomer = (
         costs["step"].nbytes,
@@ -185,12 +185,12 @@ def _rooms(
     whole = min(max(patches, dense), budget) + undo
     anchors = 2 + KEPT_VERSIONS * step // max(newcomer - anchor, 1)
     return {
-        "trainer": Room(run.ranks * memory, run.ranks * most, 0),
-        "a rank of it": Room(memory, most, 0),
-        "maintainer": Room(round(skip), newcomer + folding, 0),
-        "folder": Room(round(writing), round(writing), dense + newcomer),
-        "engine": Room(round(min(patches, budget) + undo), round(whole), newcomer),
-        "store": Room(0, 0, KEPT_VERSIONS * step + anchors * anchor),
+        "trainer": Footprint(run.ranks * memory, run.ranks * most, 0),
+        "a rank of it": Footprint(memory, most, 0),
+        "maintainer": Footprint(round(skip), newcomer + folding, 0),
+        "folder": Footprint(round(writing), round(writing), dense + newcomer),
+        "engine": Footprint(round(min(patches, budget) + undo), round(whole), newcomer),
+        "store": Footprint(0, 0, KEPT_VERSIONS * step + anchors * anchor),
     }
 
 

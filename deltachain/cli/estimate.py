@@ -35,7 +35,7 @@ def estimate(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Estimate bytes, seconds, memory, disk and dollars of a model's chain before a run.
 
-    Speeds are those of BENCHMARKS.md, one core a rank.
+    Speeds come from BENCHMARKS.md, with one core for each rank.
 
     Example: `deltachain estimate Qwen3-32B --ranks 64 --replicas 16 --link 10Gbit/s --every 2m`
     """

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final, NamedTuple
 
-from tests.engines.bench.figures import ENVIRONMENT, EXTENSIONS, Drawn
+from tests.engines.bench.figures import ENVIRONMENT, Drawn
 
 SIZES: Final = ("170M", "596M")
 VERSIONS: Final = 3
@@ -69,19 +69,10 @@ def attach(drawn: Drawn, spool: Path, versions: int) -> Attached:
     os.dup2(2, 1)  # vLLM's lines are no results
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DELTACHAIN_SPOOL": str(spool)}
     os.environ.update({**ENVIRONMENT, **own})
-    from vllm import LLM
+    from tests.engines.vllm.bench_engine import loaded
 
     start = time.perf_counter()
-    llm = LLM(
-        model=str(drawn.base),
-        dtype="bfloat16",
-        max_model_len=256,
-        max_num_seqs=2,
-        enforce_eager=True,
-        distributed_executor_backend="uni",
-        skip_tokenizer_init=True,
-        worker_extension_cls=EXTENSIONS[False],
-    )
+    llm = loaded(drawn, plain=False)
     load = time.perf_counter() - start
     import deltachain_vllm
 

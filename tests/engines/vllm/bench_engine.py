@@ -21,9 +21,17 @@ def measure_updates(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     # One core a candidate: two threads that wait for each other would measure who else is here.
     one = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ.update({**ENVIRONMENT, **one})
+    llm = loaded(drawn, plain=plain)
+    from tests.engines.bench.applying import follow
+
+    return follow(_live(llm, drawn), drawn, plain=plain, warm_up=warm_up)
+
+
+def loaded(drawn: Drawn, *, plain: bool) -> Any:
+    """Return a stock vLLM with a drawn model, in this process."""
     from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         model=str(drawn.base),
         dtype="bfloat16",
         max_model_len=256,
@@ -33,9 +41,6 @@ def measure_updates(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
         skip_tokenizer_init=True,
         worker_extension_cls=EXTENSIONS[plain],
     )
-    from tests.engines.bench.applying import follow
-
-    return follow(_live(llm, drawn), drawn, plain=plain, warm_up=warm_up)
 
 
 def _live(llm: Any, drawn: Drawn) -> "Live":
