@@ -69,6 +69,8 @@ def attach(drawn: Drawn, spool: Path, versions: int) -> Attached:
     os.dup2(2, 1)  # vLLM's lines are no results
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DELTACHAIN_SPOOL": str(spool)}
     os.environ.update({**ENVIRONMENT, **own})
+    import vllm  # noqa: F401 - this import is no part of the load
+
     from tests.engines.vllm.bench_engine import loaded
 
     start = time.perf_counter()
