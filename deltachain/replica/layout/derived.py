@@ -100,6 +100,7 @@ class _Search:
         self.links = {name: self.all_links[name] for name in state.source.present}
         self.groups = components(self.links, self.links, findings.joined)
         self.unstable: dict[LoadMethod, frozenset[str]] = {}  # change if the same is loaded
+        self.known: dict[object, frozenset[str] | None] = {}  # what loads changed
         self.missing: set[LoadMethod] = set()
         self.packing: tuple[LoadMethod, ...] = RELOADS if findings.reload_only else RELOADS[::-1]
         self.ignoring = False
@@ -136,24 +137,31 @@ class _Search:
                 )
 
     def left_behind(self) -> frozenset[str]:
-        """Return live tensors that a repack changes and a reload does not.
+        """Return live tensors of reloaded layers that a repack changes and a reload does not.
 
         Such a tensor may be in a module that other tensors are loaded into; this does not prove
         that it follows them.
         """
         broken = self.findings.reload_only
         groups = [group for group in self.groups if not broken.isdisjoint(group)]
-        found = self._left_behind(groups)
+        if not groups:
+            return frozenset()
+        found = self._left_behind(self.groups)
         if found is None and "repacked" not in self.missing:
             apart = [self._left_behind([group]) or frozenset() for group in groups]
             found = frozenset().union(*apart)
-        return found or frozenset()
+        layers = self._filled(groups)
+        return frozenset(live for live in found or () if _module(self.state, live) in layers)
 
     def _left_behind(self, groups: list[list[str]]) -> frozenset[str] | None:
         names = frozenset(name for group in groups for name in group)
-        repacked = self._load("repacked", groups, names) if names else frozenset()
+        repacked = self._load("repacked", groups, names)
         reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
         return None if repacked is None or reloaded is None else repacked - reloaded
+
+    def _filled(self, groups: list[list[str]]) -> frozenset[str]:
+        names = [name for group in groups for name in group]
+        return self.state.memory.tied(all_layers(self.links, names))
 
     def affected(self, names: Iterable[str], *, whole: bool = False) -> frozenset[str]:
         """Load other bits of some tensors, restore, and return the live tensors that changed.
@@ -232,9 +240,16 @@ class _Search:
     def _load(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        state = self.state
-        names = [name for group in groups for name in group]
-        layers = state.memory.tied(all_layers(self.links, names))
+        key = method, frozenset(name for group in groups for name in group), changed
+        if key not in self.known:
+            self.known[key] = self._find_changed(method, groups, changed)
+        found = self.known[key]
+        return None if found is None else found - self.unstable.get(method, frozenset())
+
+    def _find_changed(
+        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
+    ) -> frozenset[str] | None:
+        state, layers = self.state, self._filled(groups)
         if method == "repacked":
             layers |= self.beyond
         load = partial(self._load_groups, method, groups)
@@ -243,8 +258,7 @@ class _Search:
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed()
             self.made_anew |= layers if method == "repacked" else frozenset()
-            found |= {f"{layer}()" for layer in outputs & state.outputs.keys()}
-            return found - self.unstable.get(method, frozenset())
+            return found | {f"{layer}()" for layer in outputs & state.outputs.keys()}
         except EngineVersionError:
             self.missing.add(method)
             return None
@@ -263,9 +277,8 @@ class _Search:
             parts = list(batches(groups, iter, state.source.specs, TOGETHER))
         for number, batch in enumerate(parts, 1):
             names = [name for group in batch for name in group]
-            layers = state.memory.tied(all_layers(self.links, names))
             last = beyond if number == len(parts) else frozenset[str]()
-            state.load(method, names, changed, layers | last)
+            state.load(method, names, changed, self._filled(batch) | last)
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:

@@ -11,7 +11,7 @@ from deltachain.replica.placements import Placement
 from .classes import ON_HOST, TensorClass
 from .load_recorder import Recording
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState
-from .module_members import restoring
+from .module_members import Members, restoring
 
 Links: TypeAlias = Mapping[str, frozenset[str]]
 """Layers that each tensor is loaded into or shares memory with."""
@@ -78,7 +78,8 @@ def from_recording(state: ModelState, recording: Recording) -> Findings:
     for here, reason in recording.reasons.items():
         reasons.setdefault(owner[here], reason)
     layers: dict[str, frozenset[str]] = defaultdict(frozenset)
-    with restoring(state.modules.values()) as members:
+    members = Members(state.modules.values())
+    with restoring(members):
         loaded_into = state.model.layers(source.meta())
         members.put_back()
     for here, into in loaded_into.items():

@@ -242,6 +242,7 @@ def _proven_again(
         state = ModelState(model, source, bits)
         try:
             found = from_recording(state, seen.recording)
+            found = found.not_in_place(seen.readback.reasons)
             return layout if _tried(state, found, layout) else None
         finally:
             restore_outputs(state)
@@ -251,21 +252,16 @@ def _tried(state: ModelState, found: Findings, layout: Layout) -> bool:
     """Write one layer of each kind in place, and load one group of each kind again."""
     links = links_of(state, found, layout.places)
     written = _one_of_each(
-        state, [LoadGroup(tuple(n), all_layers(links, n)) for n in components(links, links)]
+        state, found, [LoadGroup(tuple(n), all_layers(links, n)) for n in components(links, links)]
     )
     names = {name for group in written for name in group.names}
     others = {name: "not tried" for name in found.placements if name not in names}
     if verify_in_place(state, replace(found, reasons=others)).reasons != others:
         return False
-    known = replace(
-        found,
-        reasons={name: "not in place" for name in found.placements if name not in layout.places},
-        readable=frozenset(layout.readable),
-        classes=layout.classes,
-        groups=layout.groups,
-    )
+    known = replace(found, reasons=others, readable=frozenset(layout.readable))
     for method in {method for method, _ in layout.groups}:
-        loaded = _one_of_each(state, [group for way, group in layout.groups if way == method])
+        mine = [group for way, group in layout.groups if way == method]
+        loaded = _one_of_each(state, found, mine)
         outcome = Trial(state, known, method, loaded).run()
         silent = outcome.idle.intersection(name for group in loaded for name in group.names)
         if outcome.refused or silent - layout.idle or outcome.moved & layout.readable.keys():
@@ -273,13 +269,19 @@ def _tried(state: ModelState, found: Findings, layout: Layout) -> bool:
     return True
 
 
-def _one_of_each(state: ModelState, groups: Iterable[LoadGroup]) -> list[LoadGroup]:
-    """Return one group of each kind of layers and tensors, chosen at random."""
+def _one_of_each(
+    state: ModelState, found: Findings, groups: Iterable[LoadGroup]
+) -> list[LoadGroup]:
+    """Return one group of each kind of layers and tensors, chosen at random.
+
+    Tensors of one kind are also stored alike at this start, as far as a dry run shows.
+    """
     alike: dict[str, list[LoadGroup]] = defaultdict(list)
     for group in groups:
         kinds = sorted(json.dumps(_options(state.modules[one])) for one in group.layers)
         specs = [state.source.specs[name] for name in group.names]
-        alike[repr((kinds, [(one.dtype, one.shape) for one in specs]))].append(group)
+        why = [found.reasons.get(name) for name in group.names]
+        alike[repr((kinds, [(one.dtype, one.shape) for one in specs], why))].append(group)
     return [random.SystemRandom().choice(same) for same in alike.values()]
 
 

@@ -67,13 +67,14 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
         for _, tensor in tensors_in(module)
         if not is_lazy(tensor)
     }
-    runs = [_Run(wanted.values(), storages).execute(load, modules)]
+    members = Members(modules.values())
+    runs = [_Run(wanted.values(), storages).execute(load, members)]
     together = tuple(join_sets(runs[0].together))
     if runs[0].unattributed:
         held = frozenset().union(*together)
         alone = [spec for spec in wanted.values() if spec.name not in held]
         runs[0].keep(held)
-        runs += [_Run([spec], storages).execute(load, modules) for spec in alone]
+        runs += [_Run([spec], storages).execute(load, members) for spec in alone]
     places: dict[str, list[Placement]] = {name: [] for name in wanted}
     reasons: dict[str, str] = {}
     raised: set[str] = set()
@@ -103,8 +104,8 @@ class _Run(TorchDispatchMode):
         self.fills: list[Tensor] = []
         self.unattributed = ""
 
-    def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> "_Run":
-        members = Members(modules.values())
+    def execute(self, load: Load, members: Members) -> "_Run":
+        """Call the loader; afterwards the modules have the recorded members."""
         try:
             with torch.no_grad(), self:
                 load(list(self.meta.items()))

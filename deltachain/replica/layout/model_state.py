@@ -193,14 +193,17 @@ def load_with(
     method: LoadMethod,
     layers: frozenset[str],
     weights: Iterable[tuple[str, Tensor]],
+    members: Members | None = None,
 ) -> None:
     """Have the engine load tensors of whole groups; live tensors keep their memory.
 
     ``layers`` are those that the tensors are loaded into; empty for any. After an error, which may
-    be any of the engine's, the modules are restored, but bits may have changed.
+    be any of the engine's, the modules have the members from before, or those of a given record of
+    the same live tensors, but bits may have changed.
     """
     scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
-    with restoring(modules_in(model, scope)) as members, torch.no_grad():
+    members = members or Members(modules_in(model, scope))
+    with restoring(members), torch.no_grad():
         if method == "repacked":
             model.repack(layers, weights)
         else:
@@ -220,7 +223,8 @@ def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
 class ModelState:
     """The members, bits and outputs of a model at one moment; it is not in use meanwhile.
 
-    The outputs are those of ``layers``, by default of all.
+    The outputs are those of ``layers``, by default of all. Without ``bits``, members are not
+    recorded, which may keep weights that were replaced since: then nothing can be put back.
     """
 
     def __init__(
@@ -236,7 +240,7 @@ class ModelState:
         self.modules = model.modules()
         self.owner = {name: layer_of(name, self.modules) for name in self.tensors}
         self.memory = MemoryIndex((self.owner[name], one) for name, one in self.tensors.items())
-        self._members = Members(self.modules.values())
+        self._members = Members(self.modules.values() if bits else ())
         self.numbers = dict(_numbers(self.modules))
         self.processed = model.processed()
         self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
@@ -254,7 +258,8 @@ class ModelState:
         turn: int = 0,
     ) -> None:
         """Have the engine load tensors with their first bits, and ``others`` with other bits."""
-        load_with(self.model, method, layers, mixed(self.source.clones, names, others, turn))
+        weights = mixed(self.source.clones, names, others, turn)
+        load_with(self.model, method, layers, weights, self._members)
 
     @cached_property
     def opaque(self) -> frozenset[str]:

@@ -17,6 +17,7 @@ from enum import Enum
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations
+from operator import is_
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -394,11 +395,10 @@ def undisturbed(
 
 
 @contextmanager
-def restoring(modules: Iterable[nn.Module]) -> Iterator[Members]:
+def restoring(members: Members) -> Iterator[None]:
     """Restore the members of some modules if the body raises; bits stay as they are."""
-    members = Members(modules)
     try:
-        yield members
+        yield
     except BaseException:
         members.put_back()
         raise
@@ -538,7 +538,11 @@ def _refill(container: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return list(now) == list(before) and all(now[key] is value for key, value in before.items())
+    return (
+        len(now) == len(before)
+        and all(map(is_, now.values(), before.values()))
+        and list(now) == list(before)
+    )
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

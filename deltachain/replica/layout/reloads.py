@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import zip_longest
-from typing import Any, Final
+from itertools import combinations, count, zip_longest
+from math import comb
+from typing import Any, Final, TypeVar
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
@@ -22,6 +23,8 @@ from .findings import Findings, Links, all_layers, components, group_of, links_o
 from .loaded_checkpoint import flipped_bit
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, modules_in, scope_of
 from .module_members import Members, may_hide_tensors
+
+_T = TypeVar("_T")
 
 TURN: Final = 1
 """Turn of the other bits of what is not loaded: equal tensors differ from those that are."""
@@ -123,39 +126,26 @@ class Trial:
         self.state.put_back(partial(self._load, groups))
 
     def _try(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try groups of known layers together, or a single one; raise if it is not exact."""
-        self._load(groups)
-        self.state.expect_same()
-        seen = _Seen(self, groups)
+        """Try groups of known layers together, or a single one; raise if it is not exact.
+
+        One tensor of each group at a time has other bits. The load of the next restores them.
+        """
+        seen, changed = _Seen(self, groups), list[LoadGroup]()
         for names in zip_longest(*(group.names for group in groups)):
             picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
-            self._load(picked.values(), picked)
+            self._load(dict.fromkeys([*changed, *picked.values()]), picked)
             seen.look(picked)
-            self._load(picked.values())
-            self.state.expect_same()
-        return seen.outcome(self._expect_repeatable(groups))
-
-    def _expect_repeatable(self, groups: Sequence[LoadGroup]) -> frozenset[str]:
-        """Refuse a loader whose result differs when the same bits are loaded again.
-
-        Returns tensors that were not stored where they were recorded.
-        """
-        others = [name for group in groups for name in group.names]
-        self._load(groups, others)
-        once = self.state.now()
-        self._load(groups, others)
-        once.expect_same()
-        moved = _displaced(self, others, others)
-        self._load(groups)
+            changed = list(picked.values())
+        self._load(changed)
         self.state.expect_same()
-        return moved
+        return seen.outcome()
 
     def _expect_apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
-        A swap loads only changed groups, so any two of them must be separable: subsets by the
-        binary digits of their numbers are loaded in turn. Tensors in other layers may have been
-        ``touched``.
+        A swap loads only changed groups, so any two of them must be separable: each is loaded
+        without the other. The result must be the same again whenever the same bits are loaded.
+        Tensors in other layers may have been ``touched``.
         """
         if not groups:
             return Outcome()
@@ -163,8 +153,8 @@ class Trial:
         self._expect_kept(groups, others, touched)
         once = self.state.now()
         moved = _displaced(self, others, others)
-        for half in halves(groups):
-            self._load(half, others)
+        for some in separating(groups):
+            self._load(some, others)
             once.expect_same()
         self.write_untouched(other=False)
         self._load(groups)
@@ -282,7 +272,7 @@ class _Seen:
             self.beside[name] = group, missing
         return ""
 
-    def outcome(self, moved: frozenset[str]) -> Outcome:
+    def outcome(self) -> Outcome:
         """Return the results; refuse a layer that nothing shows to be created again.
 
         A vector of a layer that does not change its output does not show how it was loaded; the
@@ -294,7 +284,7 @@ class _Seen:
                 raise TensorMismatchError(f"{min(left)} does not change with {name}", tensor=name)
         refused = {first: f"nothing changes with {first}" for first in self.left}
         touched, idle = frozenset(self.touched), frozenset(self.idle)
-        return Outcome(refused, touched, idle, frozenset(self.beside), moved | self.moved)
+        return Outcome(refused, touched, idle, frozenset(self.beside), frozenset(self.moved))
 
 
 def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]:
@@ -309,11 +299,13 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
     return [turn for turn, _ in turns]
 
 
-def halves(groups: Sequence[LoadGroup]) -> Iterator[list[LoadGroup]]:
-    """Yield subsets of the groups that separate any two of them; none for a single group."""
-    for digit in range((len(groups) - 1).bit_length()):
-        for value in (0, 1):
-            yield [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
+def separating(groups: Sequence[_T]) -> Iterator[list[_T]]:
+    """Yield subsets with each group, at most three times, but for no other group always with it."""
+    sizes = ((number, min(3, max(1, number // 2))) for number in count(1))
+    number, times = next(size for size in sizes if comb(*size) >= len(groups))
+    chosen = list(zip(groups, combinations(range(number), times), strict=False))
+    for at in range(number):
+        yield [group for group, numbers in chosen if at in numbers]
 
 
 def find_untestable(state: ModelState, findings: Findings) -> Findings:

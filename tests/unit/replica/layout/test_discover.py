@@ -1,6 +1,7 @@
 import gc
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from deltachain.replica.layout.module_members import (
     tensors_in,
     undisturbed,
 )
+from deltachain.replica.layout.reloads import separating
 from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.conftest import Make
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
@@ -107,7 +109,7 @@ def test_whatever_the_body_does_everything_is_as_it_was() -> None:
 
 def test_members_stay_as_the_body_left_them_unless_it_raises() -> None:
     layer = Layer()
-    with restoring([layer]):
+    with restoring(Members([layer])):
         layer.note = 1  # type: ignore[assignment]
     assert layer.note == 1
 
@@ -633,3 +635,12 @@ def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> Non
     model, source = one_layer(PLANNED["copy"])
     vars(model)["limit"] = float("nan")
     assert untouched(model, source).classes == {"w": "in_place"}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 21, 130])
+def test_any_two_groups_are_loaded_without_each_other_in_a_few_loads(number: int) -> None:
+    loads = [set(some) for some in separating(range(number))]
+    for one, other in permutations(range(number), 2):
+        assert any(one in some and other not in some for some in loads)
+    assert 1 <= max(Counter(chain(*loads)).values()) <= 3
+    assert set(chain(*loads)) == set(range(number))
