@@ -88,15 +88,7 @@ class Trial:
 
     def run(self) -> Outcome:
         """Try groups without common layers together; each by itself if anything fails."""
-        known = [group for group in self.groups if group.layers]
-        left: Sequence[LoadGroup] = [group for group in self.groups if not group.layers]
-        tried = Outcome()
-        try:
-            tried = sum(map(self._try, _without_common_layers(known)), tried)
-        except Exception:  # noqa: BLE001 - an engine's loader may raise anything
-            self._put_back(known)
-            left = self.groups
-        tried = sum((self._attempt([group], self._try) for group in left), tried)
+        tried = self.each()
         followed = [group for group in self.groups if group.names[0] not in tried.refused]
         apart = partial(self._expect_apart, touched=tried.touched)
         try:
@@ -108,6 +100,18 @@ class Trial:
             refused |= self._attempt([group], apart).refused
         left = [group for group in followed if group.names[0] not in refused]
         return tried + Outcome(refused) + self._attempt(left, apart)
+
+    def each(self) -> Outcome:
+        """Try tensors alone; groups without common layers together, unless anything fails."""
+        known = [group for group in self.groups if group.layers]
+        left: Sequence[LoadGroup] = [group for group in self.groups if not group.layers]
+        tried = Outcome()
+        try:
+            tried = sum(map(self._try, _without_common_layers(known)), tried)
+        except Exception:  # noqa: BLE001 - an engine's loader may raise anything
+            self._put_back(known)
+            left = self.groups
+        return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
         self, groups: Sequence[LoadGroup], test: Callable[[Sequence[LoadGroup]], Outcome]
