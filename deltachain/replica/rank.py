@@ -4,6 +4,7 @@ A rank decides nothing. The leader names the plan to stage, the rank replies wit
 bits, and writes them on request. A *ticket*, a number chosen by the leader, identifies each stage.
 """
 
+import ctypes
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock, get_ident
@@ -125,6 +126,12 @@ class HostCopies:
 
 def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
     return [(way, g) for way, g in layout.groups if not set(names).isdisjoint(g.names)]
+
+
+def trim_memory() -> None:
+    """Give freed memory back to the system; C libraries other than glibc keep little."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def settle() -> None:
@@ -276,6 +283,7 @@ class Rank:
             found = pool.map(lambda part: state_of(*part[1:]), parts)
             for (slot, _, _), digest in zip(parts, found, strict=True):
                 total[slot] += digest
+        trim_memory()  # an attach ends here
         return dict(total)
 
     def stage(
