@@ -45,14 +45,7 @@ from .layout.fresh_load import expect_fresh
 from .layout.in_place import again, read_back
 from .layout.kept_proof import find_layout
 from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
-from .layout.model_state import (
-    LoadGroup,
-    LoadMethod,
-    ModelState,
-    batches,
-    load_with,
-    scope_of,
-)
+from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
 from .layout.module_members import undisturbed
 from .layout.runtime_tables import RuntimeTables
 from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
@@ -61,9 +54,6 @@ from .settings import RankSettings
 from .spool import Spool
 from .spool_reader import SpoolReader, TensorPlan
 from .staged import NOTHING, HolderKey, RankStaged, Share, stage
-
-TOGETHER: Final = 512 << 20
-"""Bytes of weights up to which groups are loaded together; a larger one is loaded alone."""
 
 
 class HostCopies:
@@ -83,16 +73,12 @@ class HostCopies:
         }
 
     def load(self, layout: Layout, names: Collection[str]) -> None:
-        """Let the engine load changed copies, together with the rest of their groups.
-
-        Some at a time: what a load replaces stays in memory until it has succeeded.
-        """
+        """Let the engine load changed copies, together with the rest of their groups."""
         changed = _groups_of(layout, names)
         for method in dict.fromkeys(method for method, _ in changed):
             groups = [group for mine, group in changed if mine == method]
-            for some in batches(groups, lambda group: group.names, self._specs, TOGETHER):
-                wanted = [name for group in some for name in group.names if name in self.bits]
-                load_with(self._model, method, scope_of(some), self.clones(wanted))
+            wanted = [name for group in groups for name in group.names if name in self.bits]
+            load_with(self._model, method, scope_of(groups), self.clones(wanted))
 
     def read_back(self, layout: Layout, names: Collection[str]) -> None:
         """Prove that loaded tensors are what was loaded, and layers are what a fresh load gives."""

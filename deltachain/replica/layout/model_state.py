@@ -198,11 +198,12 @@ def load_with(
     """Have the engine load tensors of whole groups; live tensors keep their memory.
 
     ``layers`` are those that the tensors are loaded into; empty for any. After an error, which may
-    be any of the engine's, the modules have the members from before, or those of a given record of
-    the same live tensors, but bits may have changed.
+    be any of the engine's, the modules have the members of a given record of the same live tensors,
+    or else those from before, except such as may hide weights: to keep these would keep the weights
+    of a whole model twice. Bits may have changed.
     """
     scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
-    members = members or Members(modules_in(model, scope))
+    members = members or Members(modules_in(model, scope), hiding=False)
     with restoring(members), torch.no_grad():
         if method == "repacked":
             model.repack(layers, weights)

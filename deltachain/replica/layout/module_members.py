@@ -173,10 +173,12 @@ class _Memory:
 class Members:
     """A record of the members of some modules.
 
-    A submodule that is not given keeps its place, but its members are not recorded.
+    A submodule that is not given keeps its place, but its members are not recorded. Unless
+    ``hiding``, members that may hide weights, such as functions, stay as they are.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, hiding: bool = True) -> None:
+        self._hiding = hiding
         self._boxes: dict[int, _Box] = {}
         self._memories: dict[int, _Memory] = {}
         self._roots = [self._record(module) for module in modules]
@@ -210,7 +212,12 @@ class Members:
 
     def _record(self, module: nn.Module) -> "_Box":
         for container in containers_of(module):
-            box = self._boxes[id(container)] = _Box(container, items(container))
+            found = items(container)
+            if not self._hiding and isinstance(container, dict):
+                found.update(
+                    dict.fromkeys([k for k, one in found.items() if may_hide_tensors(one)], _STAYS)
+                )
+            box = self._boxes[id(container)] = _Box(container, found)
             for value in box.items.values():
                 if isinstance(value, Tensor):
                     memory = _Memory(value, value.data, dict(vars(value)))
@@ -261,6 +268,10 @@ class Members:
         memory.put_back()
 
 
+_STAYS: Final = object()
+"""What a record has in the place of a member that is not put back."""
+
+
 class _Box:
     def __init__(self, container: Any, items: dict[Any, Any]) -> None:
         self.container = container
@@ -276,7 +287,8 @@ class _Box:
 
     def put_back(self) -> None:
         if isinstance(self.container, dict):
-            _refill(self.container, self.items)
+            now, before = self.container, self.items.items()
+            _refill(now, {k: now.get(k) if one is _STAYS else one for k, one in before})
         elif isinstance(self.container, list):
             self.container[:] = self.items.values()
         elif isinstance(self.container, set):
