@@ -241,8 +241,8 @@ class Rank:
         """Test whether the engine uses tensors that no rank holds; blocks the engine."""
         model, held = self.model, read_back(self._source, self._attached.places).held
         rewrites = again(self._source, held)
-        with settled(), undisturbed(model.modules().values(), model.tensors(), rewrites) as bits:
-            found = find_unused(ModelState(model, self._source, bits), self._attached, names)
+        with settled(), undisturbed(model.modules().values(), model.tensors(), rewrites) as saved:
+            found = find_unused(ModelState(model, self._source, saved), self._attached, names)
         return {
             name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
             if why

@@ -20,6 +20,7 @@ from deltachain.errors import EngineVersionError, TensorMismatchError
 
 from .findings import Findings, Links, all_layers, components, links_of
 from .model_state import (
+    PART,
     RELOADS,
     LoadMethod,
     ModelState,
@@ -247,6 +248,17 @@ class _Search:
         return None if found is None else found - self.unstable.get(method, frozenset())
 
     def _find_changed(
+        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
+    ) -> frozenset[str] | None:
+        found: list[frozenset[str]] = []
+        for part in batches(groups, iter, self.state.source.specs, PART):
+            seen = self._find_changed_by(method, part, changed)
+            if seen is None:
+                return None
+            found.append(seen)
+        return frozenset().union(*found)
+
+    def _find_changed_by(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
         state, layers = self.state, self._filled(groups)

@@ -100,8 +100,8 @@ def discover(
     """Find how to update every tensor of a chain in a rank that holds the checkpoint it loaded."""
     seen = seen or recorded(model, source)
     rewrites = again(source, seen.readback.held)
-    with undisturbed(model.modules().values(), model.tensors(), rewrites) as bits:
-        state = ModelState(model, source, bits)
+    with undisturbed(model.modules().values(), model.tensors(), rewrites) as saved:
+        state = ModelState(model, source, saved)
         try:
             findings = from_recording(state, seen.recording)
             findings = _decide(state, findings, seen.readback, required or {})

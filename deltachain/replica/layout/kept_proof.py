@@ -238,8 +238,8 @@ def _proven_again(
         return None
     layout = _layout_of(proof, seen)
     rewrites = again(source, seen.readback.held)
-    with undisturbed(model.modules().values(), model.tensors(), rewrites) as bits:
-        state = ModelState(model, source, bits)
+    with undisturbed(model.modules().values(), model.tensors(), rewrites) as saved:
+        state = ModelState(model, source, saved)
         try:
             found = from_recording(state, seen.recording)
             found = found.not_in_place(seen.readback.reasons)

@@ -25,6 +25,7 @@ from .module_members import (
     Fingerprints,
     Members,
     MemoryIndex,
+    Saved,
     SavedBits,
     in_threads,
     is_opaque,
@@ -144,6 +145,9 @@ def _only_returns(function: object) -> bool:
     )
 
 
+PART: Final = 4 << 30
+"""Bytes of weights that are kept twice while loads are tried: larger models are tried in parts."""
+
 LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
 
 RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
@@ -202,8 +206,10 @@ def load_with(
     or else those from before, except such as may hide weights: to keep these would keep the weights
     of a whole model twice. Bits may have changed.
     """
-    scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
-    members = members or Members(modules_in(model, scope), hiding=False)
+    if members is None:  # loaders and reloads may replace any tensor
+        scope = modules_in(model, layers if method == "repacked" else ())
+        members = Members(scope)
+        members.release(scope)
     with restoring(members), torch.no_grad():
         if method == "repacked":
             model.repack(layers, weights)
@@ -224,24 +230,24 @@ def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
 class ModelState:
     """The members, bits and outputs of a model at one moment; it is not in use meanwhile.
 
-    The outputs are those of ``layers``, by default of all. Without ``bits``, members are not
-    recorded, which may keep weights that were replaced since: then nothing can be put back.
+    The outputs are those of ``layers``, by default of all. A state of which nothing is ``saved``
+    cannot be put back, only compared with.
     """
 
     def __init__(
         self,
         model: EngineModel,
         source: LoadedCheckpoint,
-        bits: Fingerprints | None = None,
+        saved: Saved | None = None,
         layers: frozenset[str] | None = None,
     ) -> None:
         self.model, self.source = model, source
         self.tensors = dict(model.tensors())
-        self.bits = bits or Fingerprints(self.tensors)
+        self.bits = saved.bits if saved else Fingerprints(self.tensors)
         self.modules = model.modules()
         self.owner = {name: layer_of(name, self.modules) for name in self.tensors}
         self.memory = MemoryIndex((self.owner[name], one) for name, one in self.tensors.items())
-        self._members = Members(self.modules.values() if bits else ())
+        self._members = saved.members if saved else Members(())
         self.numbers = dict(_numbers(self.modules))
         self.processed = model.processed()
         self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
@@ -261,6 +267,13 @@ class ModelState:
         """Have the engine load tensors with their first bits, and ``others`` with other bits."""
         weights = mixed(self.source.clones, names, others, turn)
         load_with(self.model, method, layers, weights, self._members)
+
+    def release(self, groups: Iterable[LoadGroup]) -> None:
+        """Do not keep what some groups compute with: a proven load of the first bits restores it.
+
+        To keep it would take the memory of their weights once more.
+        """
+        self._members.release(modules_in(self.model, scope_of(groups)))
 
     @cached_property
     def opaque(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from hashlib import blake2b
-from itertools import combinations
+from itertools import chain, combinations
 from operator import is_
 from pathlib import PurePath
 from types import (
@@ -26,7 +26,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -173,12 +173,10 @@ class _Memory:
 class Members:
     """A record of the members of some modules.
 
-    A submodule that is not given keeps its place, but its members are not recorded. Unless
-    ``hiding``, members that may hide weights, such as functions, stay as they are.
+    A submodule that is not given keeps its place, but its members are not recorded.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, hiding: bool = True) -> None:
-        self._hiding = hiding
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._boxes: dict[int, _Box] = {}
         self._memories: dict[int, _Memory] = {}
         self._roots = [self._record(module) for module in modules]
@@ -189,6 +187,17 @@ class Members:
             box.put_back()
         for memory in self._memories.values():
             memory.put_back()
+
+    def release(self, modules: Iterable[nn.Module]) -> None:
+        """Do not put back members of some modules that may hide weights, such as functions.
+
+        To keep them would keep weights in memory that others replaced.
+        """
+        for container in chain.from_iterable(map(containers_of, modules)):
+            box = self._boxes.get(id(container))
+            if box is not None and isinstance(container, dict):
+                hiding = [key for key, one in box.items.items() if may_hide_tensors(one)]
+                box.items.update(dict.fromkeys(hiding, _STAYS))
 
     def have_changed(self) -> bool:
         return any(box.has_changed() for box in self._boxes.values()) or any(
@@ -212,12 +221,7 @@ class Members:
 
     def _record(self, module: nn.Module) -> "_Box":
         for container in containers_of(module):
-            found = items(container)
-            if not self._hiding and isinstance(container, dict):
-                found.update(
-                    dict.fromkeys([k for k, one in found.items() if may_hide_tensors(one)], _STAYS)
-                )
-            box = self._boxes[id(container)] = _Box(container, found)
+            box = self._boxes[id(container)] = _Box(container, items(container))
             for value in box.items.values():
                 if isinstance(value, Tensor):
                     memory = _Memory(value, value.data, dict(vars(value)))
@@ -391,16 +395,23 @@ def fingerprint(tensor: Tensor) -> StateDigest:
     return found + host.digest(_KEY, host_array(rest, np.uint8), end)
 
 
+class Saved(NamedTuple):
+    """The members and bits of a model, to be put back."""
+
+    members: Members
+    bits: SavedBits
+
+
 @contextmanager
 def undisturbed(
     modules: Iterable[nn.Module],
     tensors: Mapping[str, Tensor],
     again: Mapping[int, Callable[[], object]] = MappingProxyType({}),
-) -> Iterator[SavedBits]:
+) -> Iterator[Saved]:
     """Restore the members of some modules and the bits of some tensors, whatever the body does."""
     members, bits = Members(modules), SavedBits(tensors, again)
     try:
-        yield bits
+        yield Saved(members, bits)
     finally:
         members.put_back()
         bits.put_back()

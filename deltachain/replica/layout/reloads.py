@@ -21,7 +21,16 @@ from deltachain.replica.placements import Placement
 from .classes import ORDER, TensorClass
 from .findings import Findings, Links, all_layers, components, group_of, links_of
 from .loaded_checkpoint import flipped_bit
-from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, modules_in, scope_of
+from .model_state import (
+    PART,
+    RELOADS,
+    LoadGroup,
+    LoadMethod,
+    ModelState,
+    batches,
+    modules_in,
+    scope_of,
+)
 from .module_members import Members, may_hide_tensors
 
 _T = TypeVar("_T")
@@ -104,13 +113,18 @@ class Trial:
     def each(self) -> Outcome:
         """Try tensors alone; groups without common layers together, unless anything fails."""
         known = [group for group in self.groups if group.layers]
-        left: Sequence[LoadGroup] = [group for group in self.groups if not group.layers]
+        left = [group for group in self.groups if not group.layers]
+        parts = list(batches(known, lambda group: group.names, self.state.source.specs, PART))
         tried = Outcome()
-        try:
-            tried = sum(map(self._try, _without_common_layers(known)), tried)
-        except Exception:  # noqa: BLE001 - an engine's loader may raise anything
-            self._put_back(known)
-            left = self.groups
+        for part in parts:
+            try:
+                tried = sum(map(self._try, _without_common_layers(part)), tried)
+            except Exception:  # noqa: BLE001 - an engine's loader may raise anything
+                self._put_back(part)
+                left += part
+            else:
+                if len(parts) > 1:
+                    self.state.release(part)
         return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
