@@ -177,6 +177,7 @@ class Rank:
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
             self._attached = find_layout(model, self._source, proofs)
+        trim_memory()  # test loads
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
@@ -269,7 +270,7 @@ class Rank:
             found = pool.map(lambda part: state_of(*part[1:]), parts)
             for (slot, _, _), digest in zip(parts, found, strict=True):
                 total[slot] += digest
-        trim_memory()  # an attach ends here
+        trim_memory()  # the load that was compared
         return dict(total)
 
     def stage(
