@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltachain.kernels import host, reference
-from deltachain.kernels.reference import Changes
+from deltachain.kernels import host
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.torch_kernels import INT_DTYPES, bits_of
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
@@ -616,7 +616,7 @@ def compares_on(where: torch.device) -> bool:
 
 
 def disagreements(where: torch.device) -> list[str]:
-    """Return the kinds of tensors for which the kernels of a device differ from the reference."""
+    """Return the kinds of tensors for which kernels of a device differ from those of the host."""
     wrong = []
     for name, current, wire, expected in _trials(where):
         for resident in (False, True):
@@ -625,7 +625,7 @@ def disagreements(where: torch.device) -> list[str]:
             diff, found = DeviceDiff(where), dict[str, Changes]()
             diff.add(Compared("w", kept, 0, current, wire, resident))
             diff.settle(found)
-            changes = reference.diff_(np.zeros(expected.size, expected.dtype), expected)
+            changes = host.diff_(np.zeros(expected.size, expected.dtype), expected)
             equal = "w" in found and all(map(np.array_equal, found["w"], changes))
             if not (equal and np.array_equal(kept.cpu().numpy().view(expected.dtype), expected)):
                 wrong.append(f"{name}, snapshot on the {'device' if resident else 'host'}")
@@ -650,4 +650,4 @@ def _trials(where: torch.device) -> Iterator[_Trial]:
         yield _Trial(str(dtype), torch.from_numpy(signed).to(where), dtype, bits)
     values = rng.standard_normal(numel, np.float32)
     weights = torch.from_numpy(values).to(where)
-    yield _Trial("fp32", weights, torch.bfloat16, reference.cast_bf16(values))
+    yield _Trial("fp32", weights, torch.bfloat16, host.cast_bf16(values))

@@ -10,7 +10,8 @@ import numpy as np
 from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import TensorDelta
-from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace, stage_changes
+from deltachain.kernels import host
+from deltachain.kernels.arrays import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec
 
 
@@ -146,4 +147,17 @@ class Encoding(ABC):
             MalformedError: The streams contradict the row, or are not in canonical form.
         """
         delta = self.decode(tensor)
-        return stage_changes(np.asarray(delta.indices), delta.values, box, weights, key)
+        indices = np.asarray(delta.indices)
+        rest, positions = indices - box.offset, np.full(indices.size, box.at)
+        inside = rest >= 0
+        for size, there, live in box.dims.tolist():
+            coordinate = rest // there
+            rest = rest - coordinate * there
+            inside &= coordinate < size
+            positions = positions + coordinate * live
+        inside &= rest == 0
+        indices, positions = indices[inside], positions[inside]
+        old = weights[positions]
+        new = old + delta.values[inside]
+        added, removed = host.digest_at(key, indices, new), host.digest_at(key, indices, old)
+        return StagedSteps(positions, old, new, added, removed)

@@ -29,7 +29,7 @@ from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError, OldBitsError
-from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace
+from deltachain.kernels.arrays import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec
 
 ROW_FACTORS: Final = (2, 2, 2, 3, 2)
