@@ -5,12 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import TensorDelta
-from deltachain.kernels import host
 from deltachain.kernels.arrays import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec
 
@@ -135,7 +132,7 @@ class Encoding(ABC):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
-        """Decode the steps of one tensor, and stage those of the elements of a box.
+        """Decode the steps of one tensor, and stage those of a box; of encodings with ``stages``.
 
         Args:
             tensor: Reader of all segments with elements in the box.
@@ -146,18 +143,4 @@ class Encoding(ABC):
         Raises:
             MalformedError: The streams contradict the row, or are not in canonical form.
         """
-        delta = self.decode(tensor)
-        indices = np.asarray(delta.indices)
-        rest, positions = indices - box.offset, np.full(indices.size, box.at)
-        inside = rest >= 0
-        for size, there, live in box.dims.tolist():
-            coordinate = rest // there
-            rest = rest - coordinate * there
-            inside &= coordinate < size
-            positions = positions + coordinate * live
-        inside &= rest == 0
-        indices, positions = indices[inside], positions[inside]
-        old = weights[positions]
-        new = old + delta.values[inside]
-        added, removed = host.digest_at(key, indices, new), host.digest_at(key, indices, old)
-        return StagedSteps(positions, old, new, added, removed)
+        raise NotImplementedError

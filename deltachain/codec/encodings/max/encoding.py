@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.encodings.max import host
 from deltachain.codec.encodings.max.table import BinCounts, table_of
 from deltachain.codec.encodings.max.tiles import (
     BINS,
@@ -79,6 +78,9 @@ class Tiling(NamedTuple):
 
     band: int
     cuts: int
+
+
+# The kernels are imported when they run: numba is slow to import, see deltachain.kernels.host.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ class MaxEncoding(Encoding):
 
     @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        from deltachain.codec.encodings.max.encoder import encode_tiles  # noqa: PLC0415
+
         spec, indices, old = delta.spec, delta.indices, out.old
         if indices is None or delta.absolute.any():
             raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
@@ -170,7 +174,7 @@ class MaxEncoding(Encoding):
         so_far = out.notes.get(alike)
         so_far = out.notes[alike] = own if so_far is None else so_far + own
         table = table_of(spec, own, grid, so_far, stored)
-        coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
+        coded = encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
         out.put("tile", coded.data)
         rows = zip(kept.tolist(), counts.tolist(), coded.nbytes.tolist(), strict=True)
@@ -202,9 +206,11 @@ class MaxEncoding(Encoding):
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
+        from deltachain.codec.encodings.max.decoder import decode_tiles  # noqa: PLC0415
+
         segments, streams = self.streams_of(tensor)
         try:
-            indices, steps = host.decode_tiles(segments, streams)
+            indices, steps = decode_tiles(segments, streams)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
@@ -213,9 +219,11 @@ class MaxEncoding(Encoding):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
+        from deltachain.codec.encodings.max.decoder import stage_tiles  # noqa: PLC0415
+
         segments, streams = self.streams_of(tensor)
         try:
-            return host.stage_tiles(segments, streams, box, weights, key)
+            return stage_tiles(segments, streams, box, weights, key)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
 

@@ -7,7 +7,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.codec.encodings.max import host
 from deltachain.codec.encodings.max.tiles import (
     BINS,
     ESCAPE,
@@ -73,7 +72,9 @@ class BinCounts:
     def of(cls, old: OldBits, delta: TensorDelta, grid: TileGrid) -> "BinCounts":
         """Count the changes of a tensor, by indices and steps."""
         changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
-        numel = host.count_bins(old.bits, grid.shift, grid.mask)
+        from deltachain.codec.encodings.max.classes import count_bins  # noqa: PLC0415 - numba is slow
+
+        numel = count_bins(old.bits, grid.shift, grid.mask)
         return cls(np.bincount(changed, minlength=BINS), numel, _size_bits(changed, delta.values))
 
     def __add__(self, other: "BinCounts") -> "BinCounts":
