@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Lock
-from types import TracebackType
 from typing import Final, Self
 
 from deltachain.codec import Change, EncodedPart, encode_part
@@ -134,12 +133,7 @@ class EdgeUpload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._failure = self._failure or error
         self._encoder.shutdown()
         self._uploader.shutdown()
