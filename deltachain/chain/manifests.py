@@ -89,19 +89,13 @@ SEEN: Final = 512
 
 
 class Standing(NamedTuple):
-    """State of a committed version in the store.
+    """State of a committed version in the store."""
 
-    Attributes:
-        manifest: Digest of the version's manifest; ``None`` if it is gone.
-        chain: Id of the chain in the store; ``None`` if its identity is gone.
-        newest: The newest version found: a later one only behind a gap; ``None`` for no version.
-        lags: Whether the version is later than all found, in a mirror.
-    """
-
-    manifest: str | None
-    chain: str | None
+    manifest: str | None  # digest of the version's manifest; `None` if it is gone
+    chain: str | None  # id of the chain in the store; `None` if its identity is gone
+    # The newest version found: a later one only behind a gap; `None` for no version.
     newest: Version | None
-    lags: bool = False
+    lags: bool = False  # whether the version is later than all found, in a mirror
 
 
 class Looks:
@@ -305,17 +299,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A committed manifest.
-
-    Attributes:
-        digest: blake3 of its exact bytes.
-        signatures: Signatures in its envelope, true or not.
-        signed_by: Ids of the trusted keys that signed it; empty without trusted keys.
-    """
+    """A committed manifest."""
 
     manifest: documents.Manifest
-    digest: str
-    signatures: tuple[documents.Signature, ...] = ()
+    digest: str  # blake3 of its exact bytes
+    signatures: tuple[documents.Signature, ...] = ()  # signatures in its envelope, true or not
+    # Ids of the trusted keys that signed it; empty without trusted keys.
     signed_by: tuple[str, ...] = ()
 
     @property

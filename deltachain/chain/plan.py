@@ -153,16 +153,11 @@ _UNKNOWN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Edges to apply, in order.
+    """Edges to apply, in order."""
 
-    Attributes:
-        held: Version held before; ``None`` for nothing.
-        edges: Edges in order; empty if ``held`` equals ``target``.
-    """
-
-    held: Version | None
+    held: Version | None  # version held before; `None` for nothing
     target: Version
-    edges: tuple[EdgeSummary, ...]
+    edges: tuple[EdgeSummary, ...]  # edges in order; empty if `held` equals `target`
 
     @property
     def nbytes(self) -> int:

@@ -31,22 +31,15 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class PublisherRecord(Document, frozen=True, kw_only=True):
-    """Who publishes at a URL.
-
-    Attributes:
-        turn: One more than in the record that it replaced.
-        machine: Boot of that host, and namespace of its processes; empty if unknown.
-        started: Start of its process, by the clock of that boot; empty if unknown.
-        since: When it came, in seconds since 1970 on its clock.
-    """
+    """Who publishes at a URL."""
 
     publisher: str
-    turn: Count
+    turn: Count  # one more than in the record that it replaced
     host: str
     pid: Count
-    machine: str
-    started: str
-    since: float
+    machine: str  # boot of that host, and namespace of its processes; empty if unknown
+    started: str  # start of its process, by the clock of that boot; empty if unknown
+    since: float  # when it came, in seconds since 1970 on its clock
     renewals: Count = 0
     ended: bool = False
 

@@ -34,13 +34,9 @@ _FORM: Final = f"{ALGORITHM}: and 64 hexadecimal digits, as `deltachain keygen` 
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A public key, as text ``ed25519:`` and 64 hexadecimal digits.
+    """A public key, as text ``ed25519:`` and 64 hexadecimal digits."""
 
-    Attributes:
-        raw: Its 32 bytes.
-    """
-
-    raw: bytes
+    raw: bytes  # its 32 bytes
 
     @classmethod
     def parse(cls, text: str) -> PublicKey:
@@ -79,13 +75,9 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A private key.
+    """A private key."""
 
-    Attributes:
-        seed: Its 32 secret bytes.
-    """
-
-    seed: bytes = field(repr=False)
+    seed: bytes = field(repr=False)  # its 32 secret bytes
     public: PublicKey
 
     @classmethod

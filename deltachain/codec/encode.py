@@ -74,17 +74,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """One immutable payload object.
-
-    Attributes:
-        directory: blake3 of all bytes before the streams, as stored in the file.
-        encodings: Sorted names of all encodings in the part.
-    """
+    """One immutable payload object."""
 
     content: memoryview
-    directory: str
+    directory: str  # blake3 of all bytes before the streams, as stored in the file
     nnz: int
-    encodings: tuple[str, ...]
+    encodings: tuple[str, ...]  # sorted names of all encodings in the part
 
     @property
     def digest(self) -> str:

@@ -83,19 +83,13 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Offsets, sizes and digests of the frames of one stream.
+    """Offsets, sizes and digests of the frames of one stream."""
 
-    Attributes:
-        start: Offset of the first frame in the object, in bytes.
-        stored: Size of each frame in the object, in bytes.
-        raw: Inflated size of each frame, in bytes; equal to ``stored`` without compression.
-        digests: blake3 of the stored bytes of each frame.
-    """
-
-    start: int
-    stored: tuple[int, ...]
+    start: int  # offset of the first frame in the object, in bytes
+    stored: tuple[int, ...]  # size of each frame in the object, in bytes
+    # Inflated size of each frame, in bytes; equal to `stored` without compression.
     raw: tuple[int, ...]
-    digests: tuple[str, ...]
+    digests: tuple[str, ...]  # blake3 of the stored bytes of each frame
 
 
 def deflate(document: Buffer) -> bytes:
@@ -238,15 +232,10 @@ WITHOUT_REPEATS: Final = frozenset(["class", "dense", "tile"])
 
 
 class BytePlane(NamedTuple):
-    """One byte of every element.
+    """One byte of every element."""
 
-    Attributes:
-        values: Unsigned integers, shape ``(n,)``.
-        k: Number of the byte in each element, 0 for the lowest.
-    """
-
-    values: Bits
-    k: int
+    values: Bits  # unsigned integers, shape `(n,)`
+    k: int  # number of the byte in each element, 0 for the lowest
 
 
 StreamPiece: TypeAlias = FlatArray | BytePlane
@@ -263,20 +252,15 @@ class StoredFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamContent:
-    """Content of one stream, not yet compressed. Frames may be made by several threads.
-
-    Attributes:
-        ends: Elements up to the end of each piece.
-        sizes: Inflated sizes of the frames, in bytes.
-    """
+    """Content of one stream, not yet compressed. Frames may be made by several threads."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: Sequence[StreamPiece]
-    ends: Sequence[int]
+    ends: Sequence[int]  # elements up to the end of each piece
     in_bits: bool
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # inflated sizes of the frames, in bytes
 
     @classmethod
     def join(

@@ -79,19 +79,14 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ObjectRef(Struct, frozen=True, kw_only=True):
-    """Reference to an immutable object by key, size and digest.
-
-    Attributes:
-        nbytes: Its length in bytes.
-        blake3: Its digest.
-        directory: Digest of a part's directory, as stated in the part; empty for other objects.
-        pin: The store's name of this content, ``xet_hash`` in JSON; empty where it has none.
-    """
+    """Reference to an immutable object by key, size and digest."""
 
     key: Key
-    nbytes: Count
-    blake3: str
+    nbytes: Count  # its length in bytes
+    blake3: str  # its digest
+    # Digest of a part's directory, as stated in the part; empty for other objects.
     directory: str = ""
+    # The store's name of this content, `xet_hash` in JSON; empty where it has none.
     pin: str = msgspec.field(default="", name="xet_hash")
     ext: dict[str, Any] = {}
 
@@ -171,32 +166,24 @@ class Document(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Document, frozen=True, kw_only=True):
-    """The commit of one version.
-
-    Attributes:
-        commit_id: Random id that identifies a publisher's own commit after a lost reply.
-        parent: blake3 of the exact bytes of the previous manifest; empty for version 0.
-        time: Seconds since 1970 on the publisher's clock; informational only.
-        base_state: State digest of the previous version; empty for version 0.
-        recent: Edges of earlier versions, oldest first: every edge back to ``window_from``, and
-            at least the newest edge that starts from nothing.
-        window_from: The oldest version whose edges are listed completely.
-    """
+    """The commit of one version."""
 
     chain: str
     version: Count
     epoch: Count
-    commit_id: str
-    parent: str
+    commit_id: str  # random id that identifies a publisher's own commit after a lost reply
+    parent: str  # blake3 of the exact bytes of the previous manifest; empty for version 0
     step: int | None
-    time: float
-    base_state: str
+    time: float  # seconds since 1970 on the publisher's clock; informational only
+    base_state: str  # state digest of the previous version; empty for version 0
     state: str
     nnz: Count
     numel: Count
     edge: Edge
+    # Edges of earlier versions, oldest first: every edge back to `window_from`, and at least the
+    # newest edge that starts from nothing.
     recent: tuple[EdgeSummary, ...] = ()
-    window_from: Count = 0
+    window_from: Count = 0  # the oldest version whose edges are listed completely
     metadata: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -239,13 +226,9 @@ class Head(Document, frozen=True, kw_only=True):
 
 
 class Table(Document, frozen=True, kw_only=True):
-    """Every tensor of the model, in the order of the chain.
+    """Every tensor of the model, in the order of the chain."""
 
-    Attributes:
-        tensors: ``(name, wire dtype, shape)``.
-    """
-
-    tensors: tuple[tuple[str, str, Shape], ...]
+    tensors: tuple[tuple[str, str, Shape], ...]  # `(name, wire dtype, shape)`
     aliases: dict[str, str] = {}
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -451,19 +434,13 @@ PrunedKind = Literal["delta", "anchor", "skip"]
 
 
 class PrunedRange(Struct, frozen=True, kw_only=True):
-    """Pruned edges of one kind and span, to a range of versions.
-
-    Attributes:
-        span: Versions from their base to the version that they lead to; 0 for anchors.
-        last: The last one, included.
-        after: Earliest time of deletion of their objects, in seconds since 1970 by the clock of the
-            store.
-    """
+    """Pruned edges of one kind and span, to a range of versions."""
 
     kind: PrunedKind
-    span: Count
+    span: Count  # versions from their base to the version that they lead to; 0 for anchors
     first: Count
-    last: Count
+    last: Count  # the last one, included
+    # Earliest time of deletion of their objects, in seconds since 1970 by the clock of the store.
     after: float
 
     def __post_init__(self) -> None:
@@ -515,19 +492,14 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
 
 class Heartbeat(Document, frozen=True, kw_only=True):
-    """A publisher's word that a version, and records of tags and pruning, are the newest at a time.
-
-    Attributes:
-        manifest: blake3 of the exact bytes of its manifest.
-        time: Seconds since 1970 on the publisher's clock.
-        tags: Number of the newest record of each tag, of removed ones too, by name; ``None`` if
-            nothing is said of tags.
-    """
+    """A publisher's word that a version, and tag and prune records, are the newest at a time."""
 
     chain: str
     version: Count
-    manifest: str
-    time: float
+    manifest: str  # blake3 of the exact bytes of its manifest
+    time: float  # seconds since 1970 on the publisher's clock
+    # Number of the newest record of each tag, of removed ones too, by name; `None` if nothing is
+    # said of tags.
     tags: dict[str, Count] | None = None
     prunes: Count = 0
 

@@ -29,71 +29,42 @@ class Changes(NamedTuple):
 
 
 class SplitSteps(NamedTuple):
-    """Wrapping steps, split into arrays that compress well.
+    """Wrapping steps, split into arrays that compress well."""
 
-    Attributes:
-        negative: Top bit of each step, ``(nnz,)`` bool.
-        exception: Whether the magnitude of each step is not 1, ``(nnz,)`` bool.
-        magnitude: Magnitude of each exception, 255 for 255 or more, ``(exceptions,)`` uint8.
-        wide: The whole step for each magnitude of 255, ``(wide,)`` bits.
-    """
-
-    negative: npt.NDArray[np.bool_]
-    exception: npt.NDArray[np.bool_]
+    negative: npt.NDArray[np.bool_]  # top bit of each step, `(nnz,)` bool
+    exception: npt.NDArray[np.bool_]  # whether the magnitude of each step is not 1, `(nnz,)` bool
+    # Magnitude of each exception, 255 for 255 or more, `(exceptions,)` uint8.
     magnitude: npt.NDArray[np.uint8]
-    wide: Bits
+    wide: Bits  # the whole step for each magnitude of 255, `(wide,)` bits
 
 
 class StepStreams(NamedTuple):
-    """Streams of one tensor in the encoding ``step`` (FORMAT.md 4); contents are untrusted.
+    """Streams of one tensor in the encoding ``step`` (FORMAT.md 4); contents are untrusted."""
 
-    Attributes:
-        gaps: Gap entries, uint8 or uint16.
-        sign: Bytes with the sign bits.
-        sign_at: Number of the first sign bit of the tensor in them.
-        exception: Bytes with the exception bits.
-        exception_at: Number of the first exception bit of the tensor in them.
-        magnitude: Magnitudes of the exceptions, uint8.
-        wide: Wide steps, bits of the tensor's width.
-    """
-
-    gaps: Bits
-    sign: npt.NDArray[np.uint8]
-    sign_at: int
-    exception: npt.NDArray[np.uint8]
-    exception_at: int
-    magnitude: npt.NDArray[np.uint8]
-    wide: Bits
+    gaps: Bits  # gap entries, uint8 or uint16
+    sign: npt.NDArray[np.uint8]  # bytes with the sign bits
+    sign_at: int  # number of the first sign bit of the tensor in them
+    exception: npt.NDArray[np.uint8]  # bytes with the exception bits
+    exception_at: int  # number of the first exception bit of the tensor in them
+    magnitude: npt.NDArray[np.uint8]  # magnitudes of the exceptions, uint8
+    wide: Bits  # wide steps, bits of the tensor's width
 
 
 class WindowPlace(NamedTuple):
-    """Elements of a flat checkpoint tensor, and where they are in live storage.
+    """Elements of a flat checkpoint tensor, and where they are in live storage."""
 
-    Attributes:
-        offset: Flat index of the first element.
-        at: Its position in the storage.
-        dims: ``(n, 3)`` int64: size, stride in the tensor and stride in the storage of each
-            dimension, by descending stride in the tensor; no two elements have one flat index.
-    """
-
-    offset: int
-    at: int
+    offset: int  # flat index of the first element
+    at: int  # its position in the storage
+    # `(n, 3)` int64: size, stride in the tensor and stride in the storage of each dimension, by
+    # descending stride in the tensor; no two elements have one flat index.
     dims: npt.NDArray[np.int64]
 
 
 class StagedSteps(NamedTuple):
-    """Steps of the elements of a box, ready to write.
+    """Steps of the elements of a box, ready to write."""
 
-    Attributes:
-        positions: ``(n,)`` int64 positions in the storage, in any order, each once.
-        old: ``(n,)`` old bits.
-        new: ``(n,)`` new bits.
-        added: State digest of the new bits.
-        removed: State digest of the old bits.
-    """
-
-    positions: Indices
-    old: Bits
-    new: Bits
-    added: StateDigest
-    removed: StateDigest
+    positions: Indices  # `(n,)` int64 positions in the storage, in any order, each once
+    old: Bits  # `(n,)` old bits
+    new: Bits  # `(n,)` new bits
+    added: StateDigest  # state digest of the new bits
+    removed: StateDigest  # state digest of the old bits

@@ -156,17 +156,11 @@ class CopyStream:
 
 
 class Arena(NamedTuple):
-    """Room on a device for the changes of batches, filled from the front.
+    """Room on a device for the changes of batches, filled from the front."""
 
-    Attributes:
-        offsets: Offset of each change in its block, int16 of shape ``(capacity,)``.
-        new: New bits, shape ``(capacity,)``.
-        old: Old bits, shape ``(capacity,)``; ``new`` itself if they are not wanted.
-    """
-
-    offsets: Tensor
-    new: Tensor
-    old: Tensor
+    offsets: Tensor  # offset of each change in its block, int16 of shape `(capacity,)`
+    new: Tensor  # new bits, shape `(capacity,)`
+    old: Tensor  # old bits, shape `(capacity,)`; `new` itself if they are not wanted
 
     @classmethod
     def empty(cls, capacity: int, dtype: torch.dtype, where: torch.device, *, old: bool) -> "Arena":
@@ -208,17 +202,11 @@ SMALLEST_ROOM: Final = 1 << 20
 
 
 class LaneKind(NamedTuple):
-    """What the tensors of one lane have in common.
+    """What the tensors of one lane have in common."""
 
-    Attributes:
-        width: Size of an element's bits in the snapshot, in bytes.
-        master: Whether the weights are fp32 masters of bf16 ones.
-        resident: Whether the snapshot is on the device.
-    """
-
-    width: int
-    master: bool
-    resident: bool
+    width: int  # size of an element's bits in the snapshot, in bytes
+    master: bool  # whether the weights are fp32 masters of bf16 ones
+    resident: bool  # whether the snapshot is on the device
 
 
 class Compared(NamedTuple):
@@ -458,19 +446,14 @@ def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
 
 
 class Landed(NamedTuple):
-    """Changes of a batch, on the host.
-
-    Attributes:
-        room: Whether there was room for them; the arrays are empty if not.
-        counts: Number of changes of each block, int16 of shape ``(blocks,)``.
-        columns: Offset of each change in its block, new bits, and old bits if they are not on the
-            host; each of shape ``(nnz,)``.
-    """
+    """Changes of a batch, on the host."""
 
     batch: Launched
     nnz: int
-    room: bool
-    counts: npt.NDArray[Any]
+    room: bool  # whether there was room for them; the arrays are empty if not
+    counts: npt.NDArray[Any]  # number of changes of each block, int16 of shape `(blocks,)`
+    # Offset of each change in its block, new bits, and old bits if they are not on the host; each
+    # of shape `(nnz,)`.
     columns: tuple[npt.NDArray[Any], ...]
 
 

@@ -85,17 +85,12 @@ def same_bits(one: LiveBits, other: LiveBits) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Move(Generic[B]):
-    """Old and new bits of some elements, and their contributions to the state digest.
+    """Old and new bits of some elements, and their contributions to the state digest."""
 
-    Attributes:
-        old: Old bits, shape ``(nnz,)``.
-        new: New bits, shape ``(nnz,)``.
-        removed: State digest of the old bits; zero for a dense delta, which sets every element.
-    """
-
-    old: B
-    new: B
+    old: B  # old bits, shape `(nnz,)`
+    new: B  # new bits, shape `(nnz,)`
     added: StateDigest
+    # State digest of the old bits; zero for a dense delta, which sets every element.
     removed: StateDigest
 
     @property

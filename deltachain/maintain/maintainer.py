@@ -140,20 +140,15 @@ HINTED: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maintained:
-    """What one round did.
-
-    Attributes:
-        pruned: What was pruned; ``None`` without pruning.
-        failed: What could not be done, a message each; that newcomers cannot join comes first.
-        no_way: Why newcomers cannot join; ``None`` if they can.
-    """
+    """What one round did."""
 
     head: int
     skips: tuple[EdgeSummary, ...] = ()
     anchors: tuple[EdgeSummary, ...] = ()
-    pruned: PrunePlan | None = None
+    pruned: PrunePlan | None = None  # what was pruned; `None` without pruning
+    # What could not be done, a message each; that newcomers cannot join comes first.
     failed: tuple[str, ...] = ()
-    no_way: errors.DeltaChainError | None = None
+    no_way: errors.DeltaChainError | None = None  # why newcomers cannot join; `None` if they can
 
 
 class Maintainer:

@@ -25,23 +25,17 @@ AHEAD_NBYTES: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCopy:
-    """One object to copy.
-
-    Attributes:
-        nbytes: Its length in bytes.
-        digest: blake3 that its content must have; empty for a document.
-        content: Its bytes, if it is a document, which was read and proven already.
-        version: The version that names it; ``None`` for the identity of the chain.
-        edge: The edge that it is a part of; ``None`` for others.
-    """
+    """One object to copy."""
 
     key: str
-    nbytes: int
-    digest: str = ""
+    nbytes: int  # its length in bytes
+    digest: str = ""  # blake3 that its content must have; empty for a document
     pin: str = ""
+    # Its bytes, if it is a document, which was read and proven already.
     content: bytes | None = None
+    # The version that names it; `None` for the identity of the chain.
     version: Version | None = None
-    edge: Edge | None = None
+    edge: Edge | None = None  # the edge that it is a part of; `None` for others
 
     @property
     def is_document(self) -> bool:

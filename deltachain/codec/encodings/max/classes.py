@@ -106,30 +106,19 @@ _local = threading.local()
 
 
 class ClassTable(NamedTuple):
-    """Classes of the bins of one tensor.
+    """Classes of the bins of one tensor."""
 
-    Attributes:
-        rates: ``(n,)`` rate of each class, ascending.
-        sizes: ``(256,)`` size of each bin.
-        lows: First bin of each run of consecutive bins in one class, by class.
-        spans: Number of its other bins.
-        fold: 127 if bins that differ in the highest bit alone are in one class, as codes of both
-            signs: runs are then of the lower half. Else 255.
-        kinds: Number of its class.
-        by_bin: ``(256,)`` number of each bin's class; ``NEVER`` without one.
-        common: ``(n,)`` size of the first bin of each class.
-        mixed: ``(n,)`` bool, whether bins of the class have different sizes.
-    """
-
-    rates: Bytes
-    sizes: Bytes
-    lows: Bytes
-    spans: Bytes
+    rates: Bytes  # `(n,)` rate of each class, ascending
+    sizes: Bytes  # `(256,)` size of each bin
+    lows: Bytes  # first bin of each run of consecutive bins in one class, by class
+    spans: Bytes  # number of its other bins
+    # 127 if bins that differ in the highest bit alone are in one class, as codes of both signs:
+    # runs are then of the lower half. Else 255.
     fold: np.uint8
-    kinds: npt.NDArray[np.int64]
-    by_bin: Bytes
-    common: Bytes
-    mixed: npt.NDArray[np.bool_]
+    kinds: npt.NDArray[np.int64]  # number of its class
+    by_bin: Bytes  # `(256,)` number of each bin's class; `NEVER` without one
+    common: Bytes  # `(n,)` size of the first bin of each class
+    mixed: npt.NDArray[np.bool_]  # `(n,)` bool, whether bins of the class have different sizes
 
 
 class TileClasses(NamedTuple):

@@ -56,16 +56,11 @@ SCANNED: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BinCounts:
-    """Changes of one tensor, or of several, by bin of old bits.
+    """Changes of one tensor, or of several, by bin of old bits."""
 
-    Attributes:
-        changed: ``(256,)`` changed elements.
-        numel: ``(256,)`` elements.
-        size_bits: ``(256, sizes + 1)`` bits of the magnitudes for each size; the last is none.
-    """
-
-    changed: Numbers
-    numel: Numbers
+    changed: Numbers  # `(256,)` changed elements
+    numel: Numbers  # `(256,)` elements
+    # `(256, sizes + 1)` bits of the magnitudes for each size; the last is none.
     size_bits: npt.NDArray[np.float64]
 
     @classmethod

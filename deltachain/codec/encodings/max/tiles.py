@@ -33,51 +33,30 @@ ENDS: Final = "the bits of a tile end early or late"
 
 
 class TileGrid(NamedTuple):
-    """Tiles of the segments of one tensor.
+    """Tiles of the segments of one tensor."""
 
-    Attributes:
-        columns: Elements of a row of the tensor: its last dimension.
-        cuts: Tiles side by side in a segment; with 1, a segment is one tile of any length.
-        shift: Right shift of old bits that gives a bin, after ``mask``.
-        mask: Mask of a bin.
-        start: Flat index of the first of the old bits.
-    """
-
-    columns: int
-    cuts: int
-    shift: int
-    mask: int
-    start: int = 0
+    columns: int  # elements of a row of the tensor: its last dimension
+    cuts: int  # tiles side by side in a segment; with 1, a segment is one tile of any length
+    shift: int  # right shift of old bits that gives a bin, after `mask`
+    mask: int  # mask of a bin
+    start: int = 0  # flat index of the first of the old bits
 
 
 class CodedTiles(NamedTuple):
-    """Tiles of some segments.
+    """Tiles of some segments."""
 
-    Attributes:
-        data: The bytes of all segments, end to end.
-        nbytes: Bytes of each segment.
-    """
-
-    data: Bytes
-    nbytes: npt.NDArray[np.int64]
+    data: Bytes  # the bytes of all segments, end to end
+    nbytes: npt.NDArray[np.int64]  # bytes of each segment
 
 
 class TileStreams(NamedTuple):
-    """Tiles of one tensor and what a reader needs to decode them.
+    """Tiles of one tensor and what a reader needs to decode them."""
 
-    Attributes:
-        data: The bytes of some segments, of the lengths that the segments say; untrusted.
-        old: Bits before the change, from flat index ``grid.start`` on.
-        table: ``(512,)`` rates and sizes, known to be canonical.
-        grid: The tiles.
-        wanted: ``(n, cuts)`` bool: tiles to decode; by default all. Of the others, old bits are not
-            read.
-    """
-
-    data: Bytes
-    old: Bits
-    table: Bytes
-    grid: TileGrid
+    data: Bytes  # the bytes of some segments, of the lengths that the segments say; untrusted
+    old: Bits  # bits before the change, from flat index `grid.start` on
+    table: Bytes  # `(512,)` rates and sizes, known to be canonical
+    grid: TileGrid  # the tiles
+    # `(n, cuts)` bool: tiles to decode; by default all. Of the others, old bits are not read.
     wanted: npt.NDArray[np.bool_] | None = None
 
 
