@@ -64,8 +64,7 @@ logger = logging.getLogger(__name__)
 IDENTITY_EVERY: Final = 8
 """Versions between two checks of the identity, in stores where each key costs a request."""
 
-AGAIN_S: Final = 0.5
-"""Seconds before a missing object is looked up again, since a store may lag."""
+AGAIN_S: Final = 0.5  # seconds before a missing object is looked up again, since a store may lag
 
 
 class Commits:

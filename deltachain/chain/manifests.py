@@ -27,11 +27,8 @@ from deltachain.types import Buffer, StateDigest, Version
 MAX_HINT: Final = 1 << 16
 """Size limit of a hint, in bytes. It is not authenticated, so reading it must be cheap."""
 
-MAX_ANCHORS: Final = 16
-"""Number of anchors used from a hint, the newest."""
-
-MAX_VERSION: Final = 1 << 53
-"""Largest plausible version; a hint with a larger one is ignored."""
+MAX_ANCHORS: Final = 16  # number of anchors used from a hint, the newest
+MAX_VERSION: Final = 1 << 53  # largest plausible version; a hint with a larger one is ignored
 
 
 def read_hint(store: Store) -> documents.Head:
@@ -44,14 +41,9 @@ def read_hint(store: Store) -> documents.Head:
     return replace(hint, anchors=hint.anchors[-MAX_ANCHORS:])
 
 
-WIDE: Final = 16
-"""Keys looked up by one request, in stores that look up many."""
-
-LIMIT: Final = 10**8
-"""Number of keys, since numbers have eight digits."""
-
-NONE: Final = -1
-"""Number of the newest record where there is none."""
+WIDE: Final = 16  # keys looked up by one request, in stores that look up many
+LIMIT: Final = 10**8  # number of keys, since numbers have eight digits
+NONE: Final = -1  # number of the newest record where there is none
 
 
 def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE) -> int:
@@ -78,14 +70,9 @@ def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE)
     return low
 
 
-NEXT: Final = 16
-"""Consecutive versions in one wide look, before the leaps."""
-
-LEAPS: Final = 24
-"""Leaps of doubling width in one wide look, up to 16 million versions ahead."""
-
-SEEN: Final = 512
-"""Number of manifests whose metadata is remembered."""
+NEXT: Final = 16  # consecutive versions in one wide look, before the leaps
+LEAPS: Final = 24  # leaps of doubling width in one wide look, up to 16 million versions ahead
+SEEN: Final = 512  # number of manifests whose metadata is remembered
 
 
 class Standing(NamedTuple):
@@ -325,9 +312,7 @@ def misplaced(key: str, found: documents.Manifest) -> errors.MalformedError:
     )
 
 
-TRUSTING: Final = Trust()
-"""Trust of a reader without trusted keys."""
-
+TRUSTING: Final = Trust()  # trust of a reader without trusted keys
 LISTED: Final = 1 << 14
 """Number of edge records that are remembered as listed by accepted manifests."""
 

@@ -21,12 +21,8 @@ from deltachain.format.documents import Count, Document, dump, parse
 from deltachain.format.keys import PUBLISHER_KEY
 from deltachain.store import Store
 
-MAX_RECORD: Final = 1 << 12
-"""Size limit of a record, in bytes; anybody may have written it."""
-
-LAST_SECOND: Final = 1 << 33
-"""Seconds since 1970 up to which times can be shown."""
-
+MAX_RECORD: Final = 1 << 12  # size limit of a record, in bytes; anybody may have written it
+LAST_SECOND: Final = 1 << 33  # seconds since 1970 up to which times can be shown
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 

@@ -32,12 +32,8 @@ from deltachain.types import Version
 # all of these versions.
 
 
-AHEAD: Final = 64
-"""Manifests read at a time where one after another is needed."""
-
-THREADS: Final = 8
-"""Manifests read at a time by threads."""
-
+AHEAD: Final = 64  # manifests read at a time where one after another is needed
+THREADS: Final = 8  # manifests read at a time by threads
 SHORT: Final = 4
 """Versions of an epoch up to which the next epochs back are taken to be short as well."""
 
@@ -205,11 +201,8 @@ def _iso(seconds: float) -> str:
         return f"{seconds} s"
 
 
-READS: Final = 16
-"""Records read at a time."""
-
-TRIES: Final = 16
-"""Numbers tried for a record while others write records of the same tag."""
+READS: Final = 16  # records read at a time
+TRIES: Final = 16  # numbers tried for a record while others write records of the same tag
 
 
 def read(chain: Chain, name: str) -> Tag | None:

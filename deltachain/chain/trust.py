@@ -21,12 +21,8 @@ from deltachain.format.keys import CHAIN_KEY, object_digest, signature_key
 from deltachain.redact import redacted_path
 from deltachain.store import Store
 
-ALGORITHM: Final = "ed25519"
-"""The only algorithm of version 1 of the format (RFC 8032)."""
-
-KEY_ID_DIGITS: Final = 32
-"""Length of a key id: the first digits of the public key's blake3."""
-
+ALGORITHM: Final = "ed25519"  # the only algorithm of version 1 of the format (RFC 8032)
+KEY_ID_DIGITS: Final = 32  # length of a key id: the first digits of the public key's blake3
 _PUBLIC: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{64}})")
 _VALUE: Final = re.compile(r"[0-9a-f]{128}")
 _FORM: Final = f"{ALGORITHM}: and 64 hexadecimal digits, as `deltachain keygen` prints them"

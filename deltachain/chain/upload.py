@@ -54,12 +54,8 @@ DENSE_SHARE: Final = 0.67
 PARTS_ON_THE_WAY: Final = 3
 """Parts in memory beside the one that is gathered: one being encoded, others being uploaded."""
 
-UPLOADS: Final = 2
-"""Parts uploaded at a time: the second hides the round trips of the first."""
-
-ANCHOR_PARTS: Final = 16
-"""Parts of an anchor, about: enough that encoding and upload overlap."""
-
+UPLOADS: Final = 2  # parts uploaded at a time: the second hides the round trips of the first
+ANCHOR_PARTS: Final = 16  # parts of an anchor, about: enough that encoding and upload overlap
 SMALL_PART_NBYTES: Final = 64 << 20
 """Size of an anchor's part, in bytes, below which more parts cost more requests than time."""
 

@@ -131,9 +131,7 @@ def stream_name(bucket: int, stream: str) -> str:
     return f"#{bucket}.{stream}"
 
 
-MAX_HEADER: Final = 100_000_000
-"""Largest header that the safetensors library accepts, in bytes."""
-
+MAX_HEADER: Final = 100_000_000  # largest header that the safetensors library accepts, in bytes
 ReadAt: TypeAlias = Callable[[int, int], Buffer]
 """Function ``read_at(start, length)`` that returns exactly those bytes of an object."""
 

@@ -25,12 +25,8 @@ from deltachain.format.keys import object_digest
 from deltachain.kernels import host
 from deltachain.types import BITS_DTYPES, Bits, Buffer, TensorSpec
 
-FRAME: Final = 1 << 20
-"""Largest inflated size of a frame, in bytes."""
-
-LEVEL: Final = 1
-"""zstd level of directories, but for those where bytes matter more than time."""
-
+FRAME: Final = 1 << 20  # largest inflated size of a frame, in bytes
+LEVEL: Final = 1  # zstd level of directories, but for those where bytes matter more than time
 SMALLEST_LEVELS: Final = ((1 << 12, LEVEL), (1 << 17, 17), (1 << 21, 15))
 """zstd levels of directories where bytes matter more, up to some bytes each; above, ``LEVEL``.
 For 50 to 100 KiB, level 15 takes 3 to 10 ms and saves 7 to 13 %; level 17 takes 9 to 33 ms and
@@ -223,8 +219,7 @@ def _running(start: int, sizes: tuple[int, ...]) -> list[int]:
     return total
 
 
-FlatArray: TypeAlias = npt.NDArray[Any]
-"""A one-dimensional array of any dtype."""
+FlatArray: TypeAlias = npt.NDArray[Any]  # a one-dimensional array of any dtype
 
 
 WITHOUT_REPEATS: Final = frozenset(["class", "dense", "tile"])

@@ -56,11 +56,8 @@ def no_repeats(fields: list[tuple[str, Any]]) -> None:
         seen.add(name)
 
 
-FORMAT: Final = 1
-"""Format number that this version writes and reads."""
-FEATURES: Final[frozenset[str]] = frozenset()
-"""Features that a document may require."""
-
+FORMAT: Final = 1  # format number that this version writes and reads
+FEATURES: Final[frozenset[str]] = frozenset()  # features that a document may require
 EdgeKind = Literal["delta", "anchor", "skip", "base"]
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -360,11 +357,8 @@ def read_state(text: str, *, key: str) -> StateDigest:
         raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 
 
-NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-"""Names of tags."""
-
-MAX_NUMBER: Final = 10**8 - 1
-"""Largest number of a tag record: eight digits."""
+NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # names of tags
+MAX_NUMBER: Final = 10**8 - 1  # largest number of a tag record: eight digits
 
 
 class Tag(Document, frozen=True, kw_only=True):
@@ -403,9 +397,7 @@ def reverted_to(manifest: Manifest) -> Version | None:
 
 NAMES: Final = ("diff", "encode", "upload")
 
-LONGEST_S: Final = 1e9
-"""Largest time that is believed, in seconds."""
-
+LONGEST_S: Final = 1e9  # largest time that is believed, in seconds
 _PHASES: Final = "deltachain.phases"
 
 

@@ -12,12 +12,14 @@ from deltachain.types import Bits, Indices, StateDigest
 
 PHI: Final = 0x9E3779B97F4A7C15
 """Odd multiplier of the element's position (2**64 divided by the golden ratio)."""
+
+# Odd multipliers of the finaliser.
 MIX_A: Final = 0xD6E8FEB86659FD93
 MIX_B: Final = 0xA0761D6478BD642F
-"""Odd multipliers of the finaliser."""
+
+# What is wrong with streams that are refused.
 LEAVES: Final = "gaps leave the segment"
 CANONICAL: Final = "steps are not canonical"
-"""What is wrong with streams that are refused."""
 
 
 class Changes(NamedTuple):

@@ -191,9 +191,7 @@ class Placed(NamedTuple):
 ALIGNMENT: Final = 16
 """Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
 
-ROOM_SHARE: Final = 64
-"""Elements for each change that there is room for at first: 1.6 %."""
-
+ROOM_SHARE: Final = 64  # elements for each change that there is room for at first: 1.6 %
 LARGEST_ROOM_SHARE: Final = 16
 """The same for room that has grown, after more elements changed than it had room for."""
 

@@ -26,8 +26,7 @@ from deltachain.kernels.segments import (
 )
 from deltachain.kernels.torch_kernels import INT_DTYPES
 
-BLOCK: Final = 512
-"""Elements that a program works on at a time."""
+BLOCK: Final = 512  # elements that a program works on at a time
 WARPS: Final = 16
 """Warps of a program, one thread an element: with more of them a thread, ptxas spills registers."""
 _BLOCKS: Final = {"BLOCK": BLOCK, "num_warps": WARPS}

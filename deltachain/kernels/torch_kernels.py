@@ -45,9 +45,7 @@ def pin_(tensor: Tensor) -> bool:
     return True
 
 
-CHUNK: Final = 1 << 24
-"""Elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB."""
-
+CHUNK: Final = 1 << 24  # elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB
 INT_DTYPES: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
     2: torch.int16,

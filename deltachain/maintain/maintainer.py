@@ -134,8 +134,7 @@ FAILURES: Final = (
 )
 """Errors of one edge, such as a base checkpoint that is not here; others may still be added."""
 
-HINTED: Final = 2
-"""Anchors that the head hint names."""
+HINTED: Final = 2  # anchors that the head hint names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,8 +286,7 @@ class Maintainer:
             self.chain.write_head(head.version, newest)
 
 
-EVERY_S: Final = 30.0
-"""Seconds between two rounds."""
+EVERY_S: Final = 30.0  # seconds between two rounds
 
 
 class MaintainerThread:

@@ -96,9 +96,7 @@ def _range(edge: EdgeSummary, after: float) -> PrunedRange:
     return PrunedRange(kind=kind, span=span_of(edge), first=version, last=version, after=after)
 
 
-KEEP_LAST: Final = 1024
-"""Newest versions that are kept by default."""
-
+KEEP_LAST: Final = 1024  # newest versions that are kept by default
 ANCHORS_KEPT: Final = 2
 """Newest anchors that are kept in any case, so that newcomers have a second way."""
 
@@ -288,11 +286,8 @@ logger = logging.getLogger(__name__)
 GRACE_S: Final = 3600.0
 """Seconds from a prune record to the deletion of objects: longer than any plan is in use."""
 
-DELETES: Final = 8
-"""Objects deleted at a time."""
-
-TRIES: Final = 5
-"""Attempts to write a record while another maintainer writes records too."""
+DELETES: Final = 8  # objects deleted at a time
+TRIES: Final = 5  # attempts to write a record while another maintainer writes records too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

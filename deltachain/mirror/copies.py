@@ -13,14 +13,9 @@ from deltachain.store import Buffer, Store
 from deltachain.threads import Pool
 from deltachain.types import Version
 
-THREADS: Final = 8
-"""Objects read or written at a time: enough to fill a link between two regions."""
-
-AHEAD: Final = 64
-"""Objects of a batch at most."""
-
-AHEAD_NBYTES: Final = 1 << 30
-"""Bytes of a batch at most, but for a single object that is larger."""
+THREADS: Final = 8  # objects read or written at a time: enough to fill a link between two regions
+AHEAD: Final = 64  # objects of a batch at most
+AHEAD_NBYTES: Final = 1 << 30  # bytes of a batch at most, but for a single object that is larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

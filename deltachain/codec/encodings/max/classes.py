@@ -21,9 +21,7 @@ from deltachain.types import Bits
 _U = np.uint64
 _intrinsic: Final[Any] = intrinsic  # untyped
 
-WORD: Final = 64
-"""Bits of a word."""
-
+WORD: Final = 64  # bits of a word
 _PAIRS, _FOURS = _U(0x5555555555555555), _U(0x3333333333333333)
 _BYTES, _LOW, _HIGH = _U(0x0F0F0F0F0F0F0F0F), _U(0x0101010101010101), _U(0x8080808080808080)
 _PLACES: Final = np.array(
@@ -93,15 +91,10 @@ def _splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, none, zeros)
 
 
-SPAN: Final = 4096
-"""Elements of a tile that are divided into classes at a time."""
-TILE_GAP: Final = SPAN + 9 * WORD
-"""Bytes between the bins of two tiles: more than a span has."""
-SPAN_WORDS: Final = SPAN // WORD
-"""Words of a span."""
-_LINE: Final = 64
-"""Bytes of a line of the caches."""
-
+SPAN: Final = 4096  # elements of a tile that are divided into classes at a time
+TILE_GAP: Final = SPAN + 9 * WORD  # bytes between the bins of two tiles: more than a span has
+SPAN_WORDS: Final = SPAN // WORD  # words of a span
+_LINE: Final = 64  # bytes of a line of the caches
 _local = threading.local()
 
 

@@ -40,11 +40,8 @@ _U = np.uint64
 # on.
 
 _ALL: Final = _U(0xFFFFFFFFFFFFFFFF)
-_AT_HAND: Final = WORD - 7
-"""Bits of the eight bytes around a bit, from that on, at least."""
-
-MARGIN: Final = 32
-"""Bytes that are read behind the last tile, at most; they must be zero."""
+_AT_HAND: Final = WORD - 7  # bits of the eight bytes around a bit, from that on, at least
+MARGIN: Final = 32  # bytes that are read behind the last tile, at most; they must be zero
 
 
 @inlined
@@ -163,8 +160,7 @@ def read_ranks(data: Any, span: Any, kind: Any, members: Any, out: Any) -> Any:
 
 _INVERSE_BITS: Final = 40
 """Bits of the inverse of a width, which gives the row of each of ``2**20`` elements exactly."""
-_FEW: Final = 3
-"""One bits of a word that are written without a branch."""
+_FEW: Final = 3  # one bits of a word that are written without a branch
 BROKEN: Final = (RANKS, MAGNITUDES, ENDS)
 """What is wrong with tiles for which a kernel returns -1, -2 or -3."""
 

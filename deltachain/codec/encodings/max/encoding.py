@@ -45,9 +45,7 @@ SMALL_TILES: Final = ((2, 1 << 10), (4, 1 << 17))
 too: a rank that cuts one tile can use nothing of a delta (0.07 to 0.1 bits a change where 0.1 %
 change, for 109 and 135 M parameters in 32 and 30 layers)."""
 
-VOCABULARY: Final = 4096
-"""Rows from which a matrix may be a vocabulary."""
-
+VOCABULARY: Final = 4096  # rows from which a matrix may be a vocabulary
 PADDED_TO: Final = 64
 """Engines fill up the rows of a vocabulary to a multiple of this before they divide them."""
 

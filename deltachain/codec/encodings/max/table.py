@@ -47,11 +47,8 @@ of the speed of ``step``."""
 
 _RATES: Final = np.arange(MAX_RATE + 1)
 
-RECENT: Final = 8
-"""Number of tables that a tensor may have in common with those before it."""
-
-SCANNED: Final = 64
-"""Number of tables among which those of its kind are looked for."""
+RECENT: Final = 8  # number of tables that a tensor may have in common with those before it
+SCANNED: Final = 64  # number of tables among which those of its kind are looked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,22 +14,19 @@ from deltachain.types import Bits
 
 Bytes = npt.NDArray[np.uint8]
 
-BINS: Final = 256
-"""Number of bins of old bits."""
+BINS: Final = 256  # number of bins of old bits
 NEVER: Final = 255
 """Rate of a bin whose elements did not change; size of a bin whose steps are all 1 or -1."""
-MAX_RATE: Final = 20
-"""Largest Rice parameter of ranks: a segment has at most ``2**20`` elements."""
-MAX_SIZE: Final = 31
-"""Largest Rice parameter of magnitudes."""
-MAX_CUTS: Final = 64
-"""Largest number of tiles side by side in a segment."""
+MAX_RATE: Final = 20  # largest Rice parameter of ranks: a segment has at most `2**20` elements
+MAX_SIZE: Final = 31  # largest Rice parameter of magnitudes
+MAX_CUTS: Final = 64  # largest number of tiles side by side in a segment
 ESCAPE: Final = 24
 """Number of one bits after which a magnitude is stored in the width of an element."""
+
+# What is wrong with tiles that are refused.
 RANKS: Final = "ranks leave the tile"
 MAGNITUDES: Final = "magnitudes are not canonical"
 ENDS: Final = "the bits of a tile end early or late"
-"""What is wrong with tiles that are refused."""
 
 
 class TileGrid(NamedTuple):
