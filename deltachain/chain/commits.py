@@ -68,8 +68,6 @@ AGAIN_S: Final = 0.5  # seconds before a missing object is looked up again, sinc
 
 
 class Commits:
-    """Commits the versions of one publisher in order."""
-
     def __init__(
         self,
         store: Store,
@@ -302,7 +300,6 @@ class Commits:
         return Committed(manifest, object_digest(data), opened(data)[1], signers)
 
     def _went_back(self, manifest: Manifest, *, put: bool) -> errors.StoreWentBackError:
-        """Build the error for a missing parent."""
         url, version = self._store.url, manifest.version
         newest = self._newest_below(version - 1)
         if newest is None and self._store.find(CHAIN_KEY) is None:

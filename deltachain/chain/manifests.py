@@ -318,8 +318,6 @@ LISTED: Final = 1 << 14
 
 
 class Manifests:
-    """The manifests of one chain."""
-
     def __init__(
         self,
         store: Store,

@@ -76,7 +76,6 @@ def new_record(before: PublisherRecord | None) -> PublisherRecord:
 
 
 def read_record(store: Store) -> PublisherRecord | None:
-    """Return the record; ``None`` if it is absent or unreadable."""
     try:
         data = store.get(PUBLISHER_KEY, limit=MAX_RECORD)
         return parse(data, PublisherRecord, key=PUBLISHER_KEY)

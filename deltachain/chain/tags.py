@@ -67,7 +67,6 @@ class VersionChoice:
 
 
 def choose(chain: Chain, choice: VersionChoice) -> Committed:
-    """Read the version that is meant."""
     if choice.tag:
         tag = read(chain, choice.tag)
         if tag is None:
@@ -126,7 +125,6 @@ class _Search:
         )
 
     def by_time(self, at: float) -> Version:
-        """Find the newest version committed at or before a time."""
         found = self._last(0, self._head.version, lambda one: one.time <= at)
         if found is None:
             oldest = self._first(0, self._head.version) or self._head
@@ -360,7 +358,6 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a tag."""
     if NAME.fullmatch(name) is None:
         raise errors.ConfigError(
             f"{name[:140]!r} is not a name of a tag",

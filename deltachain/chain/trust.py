@@ -36,7 +36,6 @@ class PublicKey:
 
     @classmethod
     def parse(cls, text: str) -> PublicKey:
-        """Parse the text of a key."""
         found = _PUBLIC.fullmatch(text)
         if found is None:
             raise ConfigError(
@@ -82,7 +81,6 @@ class SigningKey:
 
     @classmethod
     def of(cls, seed: bytes) -> SigningKey:
-        """Return the key of a seed of 32 secret bytes."""
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(seed)
         return cls(seed, PublicKey(key.public_key().public_bytes_raw()))
 
@@ -110,7 +108,6 @@ class SigningKey:
         return cls.of(key.private_bytes_raw())
 
     def pem(self) -> bytes:
-        """Return the content of a file that :meth:`load` reads."""
         from cryptography.hazmat.primitives import serialization as to  # noqa: PLC0415
 
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(self.seed)
@@ -255,7 +252,6 @@ class Trust:
         *,
         mirror: bool | None = None,
     ) -> Trust:
-        """Return the keys of a reader."""
         trusted = _trusted(trusted_keys, environment)
         most_s = max_age_s or read_one(environment, "MAX_HEARTBEAT_AGE_S")
         if most_s is not None and trusted is None:
@@ -292,7 +288,6 @@ class Trust:
         )
 
     def signers(self, data: bytes, kind: type[documents.Document], chain: str) -> tuple[str, ...]:
-        """Return the ids of the trusted keys that signed an envelope."""
         if self.trusted is None:
             return ()
         payload, signatures = documents.opened(data)

@@ -97,7 +97,6 @@ class EdgeUpload:
 
     @property
     def seconds(self) -> float:
-        """Time in which at least one part was uploaded."""
         return self._clock.seconds
 
     def add(self, change: Change) -> None:

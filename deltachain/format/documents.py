@@ -350,7 +350,6 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
 
 
 def read_state(text: str, *, key: str) -> StateDigest:
-    """Parse the state digest in a document."""
     try:
         return StateDigest.parse(text)
     except ValueError as exc:

@@ -290,7 +290,6 @@ def run_stage(
     live: tuple[WindowPlace, Bits, tuple[int, int]],
     broken: Sequence[str],
 ) -> StagedSteps:
-    """Run a kernel that stages segments."""
     (offset, at, dims), weights, (key0, key1) = live
     nnz, kind = int(segments[:, 2].sum()), weights.dtype
     kept = np.empty(nnz, np.int64), np.empty(nnz, kind), np.empty(nnz, kind)

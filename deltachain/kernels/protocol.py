@@ -78,7 +78,6 @@ def kernels_for(bits: B) -> BitKernels[B]:
 
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:
-    """Return whether two arrays of one kind have equal bits."""
     kernels = kernels_for(one)
     return kernels is kernels_for(other) and kernels.equal(one, other)
 
@@ -95,7 +94,6 @@ class Move(Generic[B]):
 
     @property
     def change(self) -> StateDigest:
-        """Change of the state digest."""
         return self.added - self.removed
 
 

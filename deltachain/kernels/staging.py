@@ -75,7 +75,6 @@ def _send(array: Table, device: torch.device) -> Tensor:
 
 
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
-    """Decode all segments of a batch."""
     layout, device = batch.layout, buffer.device
     rows = buffer[: batch.table.nbytes].view(torch.int64).view(batch.table.shape)
     segments, nnz = len(rows) - 1, batch.totals.nnz
@@ -221,12 +220,10 @@ def _blocks(visits: Table) -> Table:
 
 
 def write_(staged: StagedChanges) -> None:
-    """Write the new bits."""
     _write_(staged, staged.new)
 
 
 def undo_(staged: StagedChanges) -> None:
-    """Write the old bits back."""
     _write_(staged, staged.old)
 
 

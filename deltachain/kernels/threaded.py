@@ -20,7 +20,6 @@ LEAST: Final = 1 << 20  # elements of a thread, below which starting it costs mo
 
 
 def copy(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Copy ``(n,)`` bits to new memory."""
     cuts = _cuts(bits.size)
     if len(cuts) == 1:
         return bits.copy()

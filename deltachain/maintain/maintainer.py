@@ -82,7 +82,6 @@ def anchor_version(
     manifest_nbytes: int,
     every: Version | None = None,
 ) -> Version | None:
-    """Return the version that needs an anchor; ``None`` if none is due."""
     anchors = [edge for edge in edges if edge.base is None]
     newest = max(anchors, key=lambda edge: edge.version, default=None)
     aligned = head - head % ANCHOR_AT

@@ -39,8 +39,6 @@ class ObjectCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyOutcome:
-    """What became of one copy."""
-
     copy: ObjectCopy
     nbytes: int
     is_lost: bool = False

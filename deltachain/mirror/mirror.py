@@ -317,7 +317,6 @@ class Mirror:
         )
 
     def _is_gone(self, copy: ObjectCopy) -> bool:
-        """Return whether a payload that no listing showed is pruned."""
         edge, version = copy.edge, copy.version
         if self._pruned is None or edge is None or version is None:
             return False

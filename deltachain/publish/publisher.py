@@ -49,13 +49,11 @@ class Published(Future[PublishReceipt]):
 
     @override
     def result(self, timeout: float | None = None) -> PublishReceipt:
-        """Return the receipt; see :meth:`concurrent.futures.Future.result`."""
         self._cover(self)
         return super().result(timeout)
 
     @override
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error; see :meth:`concurrent.futures.Future.exception`."""
         self._cover(self)
         return super().exception(timeout)
 

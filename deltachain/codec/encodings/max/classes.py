@@ -137,7 +137,6 @@ def _count(bits: Any, shift: Any, mask: Any, counts: Any) -> None:
 
 
 def count_bins(bits: Bits, shift: int, mask: int) -> npt.NDArray[np.int64]:
-    """Count the elements of each bin, ``(256,)``."""
     counts = np.zeros(BINS, np.int64)
     kind = bits.dtype.type
     _count(bits, kind(shift), kind(mask), counts)

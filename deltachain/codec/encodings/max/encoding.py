@@ -72,8 +72,6 @@ _UNUSED: Final = np.full(2 * BINS, NEVER, np.uint8)
 
 
 class Tiling(NamedTuple):
-    """Division of a matrix into tiles."""
-
     band: int
     cuts: int
 
@@ -229,7 +227,6 @@ class MaxEncoding(Encoding):
 def _wanted(
     tensor: TensorReader, grid: TileGrid, held: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Return which tiles a rank holds."""
     wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
     for number, segment in enumerate(tensor.segments):
         low = segment.start - grid.start
