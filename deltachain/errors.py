@@ -231,7 +231,6 @@ class BrokenChainError(ChainError):
 
 
 def no_version(url: str, hint: str = "wait for the publisher's first commit") -> ChainError:
-    """Build the error for a chain without a version."""
     return ChainError(f"{url} has no version yet", hint=hint)
 
 

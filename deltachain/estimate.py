@@ -62,8 +62,6 @@ KEPT_VERSIONS: Final = 1024  # that pruning keeps by default
 
 @dataclass(frozen=True, slots=True)
 class CostSettings:
-    """What a run is like."""
-
     density: float = 0.01  # changed share of the elements in a step
     encoding: str = "step"
     replicas: int = 8
@@ -119,7 +117,6 @@ class Estimate:
 
 
 def estimate(specs: Sequence[TensorSpec], run: CostSettings) -> Estimate:
-    """Estimate the costs of a run."""
     numel, dense = sum(spec.numel for spec in specs), sum(spec.nbytes for spec in specs)
     changes, most = run.density * numel, _anchor_nbytes(specs)
     size = min(_delta_nbytes(specs, run), most)

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,12 +27,7 @@ class Closeable(Protocol):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
 
 

@@ -97,9 +97,7 @@ kind in each, a way over N versions takes at most 42 edges and one for each 512 
 ANCHOR_AT: Final = 64
 """Anchors of maintainers lead to versions that this number divides, where few skips lead on."""
 
-READS: Final = 16
-"""Documents read at a time."""
-
+READS: Final = 16  # documents read at a time
 MOST_LISTS: Final = 128
 """Manifests read for deltas where skips are missing; if it takes more, these are left out."""
 

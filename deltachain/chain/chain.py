@@ -441,8 +441,7 @@ def check_signing_key(chain: Chain, head: Committed) -> None:
         )
 
 
-READS: Final = 16
-"""Documents read at a time."""
+READS: Final = 16  # documents read at a time
 
 
 def plan_present(  # noqa: PLR0913 - each leaves out something else

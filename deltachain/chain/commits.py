@@ -64,13 +64,10 @@ logger = logging.getLogger(__name__)
 IDENTITY_EVERY: Final = 8
 """Versions between two checks of the identity, in stores where each key costs a request."""
 
-AGAIN_S: Final = 0.5
-"""Seconds before a missing object is looked up again, since a store may lag."""
+AGAIN_S: Final = 0.5  # seconds before a missing object is looked up again, since a store may lag
 
 
 class Commits:
-    """Commits the versions of one publisher in order."""
-
     def __init__(
         self,
         store: Store,
@@ -303,7 +300,6 @@ class Commits:
         return Committed(manifest, object_digest(data), opened(data)[1], signers)
 
     def _went_back(self, manifest: Manifest, *, put: bool) -> errors.StoreWentBackError:
-        """Build the error for a missing parent."""
         url, version = self._store.url, manifest.version
         newest = self._newest_below(version - 1)
         if newest is None and self._store.find(CHAIN_KEY) is None:

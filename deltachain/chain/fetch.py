@@ -180,20 +180,16 @@ class Fetched:
     """The objects of a plan, oldest first; some may still be on their way.
 
     Properties and methods that need a part wait for it, and raise what :func:`fetch` raises.
-
-    Attributes:
-        base: Checkpoint of a ``base`` edge; ``None`` for other plans.
-        nbytes: Fetched bytes.
-        early: Part of an anchor with all elements of a tensor that :meth:`arriving` yielded early.
     """
 
     plan: Plan
     specs: Mapping[str, TensorSpec]
-    base: Checkpoint | None
+    base: Checkpoint | None  # checkpoint of a `base` edge; `None` for other plans
     arrivals: tuple[Arrival, ...]
-    nbytes: int
+    nbytes: int  # fetched bytes
     times: list[float]
     corrupt: list[str]
+    # Part of an anchor with all elements of a tensor that `arriving` yielded early.
     early: dict[str, Part] = field(default_factory=dict)
 
     @property

@@ -55,7 +55,6 @@ def write_heartbeat(
 
 
 def read_heartbeat(chain: Chain) -> Heartbeat | None:
-    """Read the heartbeat; ``None`` if there is none."""
     try:
         found, _ = read_document(
             chain.store,

@@ -40,7 +40,6 @@ class MirrorRecord(Document, frozen=True, kw_only=True):
 
 
 def read_mirror(store: Store) -> MirrorRecord | None:
-    """Read the record of a mirror; ``None`` if the store is none."""
     try:
         return parse(store.get(MIRROR_KEY), MirrorRecord, key=MIRROR_KEY)
     except errors.ObjectNotFoundError:
@@ -119,7 +118,6 @@ def lost_chain(url: str) -> errors.ObjectNotFoundError:
 
 
 def read_model(store: Store, trust: Trust) -> Model:
-    """Read identity and table."""
     seen = None
     try:
         if store.capabilities.conditional_put:

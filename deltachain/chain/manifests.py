@@ -27,11 +27,8 @@ from deltachain.types import Buffer, StateDigest, Version
 MAX_HINT: Final = 1 << 16
 """Size limit of a hint, in bytes. It is not authenticated, so reading it must be cheap."""
 
-MAX_ANCHORS: Final = 16
-"""Number of anchors used from a hint, the newest."""
-
-MAX_VERSION: Final = 1 << 53
-"""Largest plausible version; a hint with a larger one is ignored."""
+MAX_ANCHORS: Final = 16  # number of anchors used from a hint, the newest
+MAX_VERSION: Final = 1 << 53  # largest plausible version; a hint with a larger one is ignored
 
 
 def read_hint(store: Store) -> documents.Head:
@@ -44,14 +41,9 @@ def read_hint(store: Store) -> documents.Head:
     return replace(hint, anchors=hint.anchors[-MAX_ANCHORS:])
 
 
-WIDE: Final = 16
-"""Keys looked up by one request, in stores that look up many."""
-
-LIMIT: Final = 10**8
-"""Number of keys, since numbers have eight digits."""
-
-NONE: Final = -1
-"""Number of the newest record where there is none."""
+WIDE: Final = 16  # keys looked up by one request, in stores that look up many
+LIMIT: Final = 10**8  # number of keys, since numbers have eight digits
+NONE: Final = -1  # number of the newest record where there is none
 
 
 def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE) -> int:
@@ -78,30 +70,19 @@ def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE)
     return low
 
 
-NEXT: Final = 16
-"""Consecutive versions in one wide look, before the leaps."""
-
-LEAPS: Final = 24
-"""Leaps of doubling width in one wide look, up to 16 million versions ahead."""
-
-SEEN: Final = 512
-"""Number of manifests whose metadata is remembered."""
+NEXT: Final = 16  # consecutive versions in one wide look, before the leaps
+LEAPS: Final = 24  # leaps of doubling width in one wide look, up to 16 million versions ahead
+SEEN: Final = 512  # number of manifests whose metadata is remembered
 
 
 class Standing(NamedTuple):
-    """State of a committed version in the store.
+    """State of a committed version in the store."""
 
-    Attributes:
-        manifest: Digest of the version's manifest; ``None`` if it is gone.
-        chain: Id of the chain in the store; ``None`` if its identity is gone.
-        newest: The newest version found: a later one only behind a gap; ``None`` for no version.
-        lags: Whether the version is later than all found, in a mirror.
-    """
-
-    manifest: str | None
-    chain: str | None
+    manifest: str | None  # digest of the version's manifest; `None` if it is gone
+    chain: str | None  # id of the chain in the store; `None` if its identity is gone
+    # The newest version found: a later one only behind a gap; `None` for no version.
     newest: Version | None
-    lags: bool = False
+    lags: bool = False  # whether the version is later than all found, in a mirror
 
 
 class Looks:
@@ -305,17 +286,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A committed manifest.
-
-    Attributes:
-        digest: blake3 of its exact bytes.
-        signatures: Signatures in its envelope, true or not.
-        signed_by: Ids of the trusted keys that signed it; empty without trusted keys.
-    """
+    """A committed manifest."""
 
     manifest: documents.Manifest
-    digest: str
-    signatures: tuple[documents.Signature, ...] = ()
+    digest: str  # blake3 of its exact bytes
+    signatures: tuple[documents.Signature, ...] = ()  # signatures in its envelope, true or not
+    # Ids of the trusted keys that signed it; empty without trusted keys.
     signed_by: tuple[str, ...] = ()
 
     @property
@@ -336,16 +312,12 @@ def misplaced(key: str, found: documents.Manifest) -> errors.MalformedError:
     )
 
 
-TRUSTING: Final = Trust()
-"""Trust of a reader without trusted keys."""
-
+TRUSTING: Final = Trust()  # trust of a reader without trusted keys
 LISTED: Final = 1 << 14
 """Number of edge records that are remembered as listed by accepted manifests."""
 
 
 class Manifests:
-    """The manifests of one chain."""
-
     def __init__(
         self,
         store: Store,

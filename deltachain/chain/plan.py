@@ -77,8 +77,7 @@ SMALL_DELTA: Final = 256 << 10
 """Mean size of deltas, in bytes, below which most manifests list few versions: 16 of them take 2.5
 KB, a hundredth of this."""
 
-ANCHORS_LISTED: Final = 2
-"""Edges from nothing that every manifest lists, regardless of their age."""
+ANCHORS_LISTED: Final = 2  # edges from nothing that every manifest lists, regardless of their age
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +137,8 @@ def _listed(known: Iterable[EdgeSummary], first: Version) -> tuple[EdgeSummary, 
 REQUEST_NBYTES: Final = 1 << 18
 """Bytes that could be fetched in the time one more request takes (10 ms at 25 MB/s)."""
 
-_NOTHING: Final = -1
-"""Node of the graph: holding no version."""
-
-_BEFORE: Final = -2
-"""Node of the graph: holding some version older than all with known edges."""
+_NOTHING: Final = -1  # node of the graph: holding no version
+_BEFORE: Final = -2  # node of the graph: holding some version older than all with known edges
 
 
 _UNKNOWN: Final = (
@@ -153,16 +149,11 @@ _UNKNOWN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Edges to apply, in order.
+    """Edges to apply, in order."""
 
-    Attributes:
-        held: Version held before; ``None`` for nothing.
-        edges: Edges in order; empty if ``held`` equals ``target``.
-    """
-
-    held: Version | None
+    held: Version | None  # version held before; `None` for nothing
     target: Version
-    edges: tuple[EdgeSummary, ...]
+    edges: tuple[EdgeSummary, ...]  # edges in order; empty if `held` equals `target`
 
     @property
     def nbytes(self) -> int:

@@ -21,32 +21,21 @@ from deltachain.format.documents import Count, Document, dump, parse
 from deltachain.format.keys import PUBLISHER_KEY
 from deltachain.store import Store
 
-MAX_RECORD: Final = 1 << 12
-"""Size limit of a record, in bytes; anybody may have written it."""
-
-LAST_SECOND: Final = 1 << 33
-"""Seconds since 1970 up to which times can be shown."""
-
+MAX_RECORD: Final = 1 << 12  # size limit of a record, in bytes; anybody may have written it
+LAST_SECOND: Final = 1 << 33  # seconds since 1970 up to which times can be shown
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class PublisherRecord(Document, frozen=True, kw_only=True):
-    """Who publishes at a URL.
-
-    Attributes:
-        turn: One more than in the record that it replaced.
-        machine: Boot of that host, and namespace of its processes; empty if unknown.
-        started: Start of its process, by the clock of that boot; empty if unknown.
-        since: When it came, in seconds since 1970 on its clock.
-    """
+    """Who publishes at a URL."""
 
     publisher: str
-    turn: Count
+    turn: Count  # one more than in the record that it replaced
     host: str
     pid: Count
-    machine: str
-    started: str
-    since: float
+    machine: str  # boot of that host, and namespace of its processes; empty if unknown
+    started: str  # start of its process, by the clock of that boot; empty if unknown
+    since: float  # when it came, in seconds since 1970 on its clock
     renewals: Count = 0
     ended: bool = False
 
@@ -87,7 +76,6 @@ def new_record(before: PublisherRecord | None) -> PublisherRecord:
 
 
 def read_record(store: Store) -> PublisherRecord | None:
-    """Return the record; ``None`` if it is absent or unreadable."""
     try:
         data = store.get(PUBLISHER_KEY, limit=MAX_RECORD)
         return parse(data, PublisherRecord, key=PUBLISHER_KEY)

@@ -32,12 +32,8 @@ from deltachain.types import Version
 # all of these versions.
 
 
-AHEAD: Final = 64
-"""Manifests read at a time where one after another is needed."""
-
-THREADS: Final = 8
-"""Manifests read at a time by threads."""
-
+AHEAD: Final = 64  # manifests read at a time where one after another is needed
+THREADS: Final = 8  # manifests read at a time by threads
 SHORT: Final = 4
 """Versions of an epoch up to which the next epochs back are taken to be short as well."""
 
@@ -71,7 +67,6 @@ class VersionChoice:
 
 
 def choose(chain: Chain, choice: VersionChoice) -> Committed:
-    """Read the version that is meant."""
     if choice.tag:
         tag = read(chain, choice.tag)
         if tag is None:
@@ -130,7 +125,6 @@ class _Search:
         )
 
     def by_time(self, at: float) -> Version:
-        """Find the newest version committed at or before a time."""
         found = self._last(0, self._head.version, lambda one: one.time <= at)
         if found is None:
             oldest = self._first(0, self._head.version) or self._head
@@ -205,11 +199,8 @@ def _iso(seconds: float) -> str:
         return f"{seconds} s"
 
 
-READS: Final = 16
-"""Records read at a time."""
-
-TRIES: Final = 16
-"""Numbers tried for a record while others write records of the same tag."""
+READS: Final = 16  # records read at a time
+TRIES: Final = 16  # numbers tried for a record while others write records of the same tag
 
 
 def read(chain: Chain, name: str) -> Tag | None:
@@ -367,7 +358,6 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a tag."""
     if NAME.fullmatch(name) is None:
         raise errors.ConfigError(
             f"{name[:140]!r} is not a name of a tag",

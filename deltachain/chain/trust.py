@@ -21,12 +21,8 @@ from deltachain.format.keys import CHAIN_KEY, object_digest, signature_key
 from deltachain.redact import redacted_path
 from deltachain.store import Store
 
-ALGORITHM: Final = "ed25519"
-"""The only algorithm of version 1 of the format (RFC 8032)."""
-
-KEY_ID_DIGITS: Final = 32
-"""Length of a key id: the first digits of the public key's blake3."""
-
+ALGORITHM: Final = "ed25519"  # the only algorithm of version 1 of the format (RFC 8032)
+KEY_ID_DIGITS: Final = 32  # length of a key id: the first digits of the public key's blake3
 _PUBLIC: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{64}})")
 _VALUE: Final = re.compile(r"[0-9a-f]{128}")
 _FORM: Final = f"{ALGORITHM}: and 64 hexadecimal digits, as `deltachain keygen` prints them"
@@ -34,17 +30,12 @@ _FORM: Final = f"{ALGORITHM}: and 64 hexadecimal digits, as `deltachain keygen` 
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A public key, as text ``ed25519:`` and 64 hexadecimal digits.
+    """A public key, as text ``ed25519:`` and 64 hexadecimal digits."""
 
-    Attributes:
-        raw: Its 32 bytes.
-    """
-
-    raw: bytes
+    raw: bytes  # its 32 bytes
 
     @classmethod
     def parse(cls, text: str) -> PublicKey:
-        """Parse the text of a key."""
         found = _PUBLIC.fullmatch(text)
         if found is None:
             raise ConfigError(
@@ -79,13 +70,9 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A private key.
+    """A private key."""
 
-    Attributes:
-        seed: Its 32 secret bytes.
-    """
-
-    seed: bytes = field(repr=False)
+    seed: bytes = field(repr=False)  # its 32 secret bytes
     public: PublicKey
 
     @classmethod
@@ -94,7 +81,6 @@ class SigningKey:
 
     @classmethod
     def of(cls, seed: bytes) -> SigningKey:
-        """Return the key of a seed of 32 secret bytes."""
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(seed)
         return cls(seed, PublicKey(key.public_key().public_bytes_raw()))
 
@@ -122,7 +108,6 @@ class SigningKey:
         return cls.of(key.private_bytes_raw())
 
     def pem(self) -> bytes:
-        """Return the content of a file that :meth:`load` reads."""
         from cryptography.hazmat.primitives import serialization as to  # noqa: PLC0415
 
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(self.seed)
@@ -267,7 +252,6 @@ class Trust:
         *,
         mirror: bool | None = None,
     ) -> Trust:
-        """Return the keys of a reader."""
         trusted = _trusted(trusted_keys, environment)
         most_s = max_age_s or read_one(environment, "MAX_HEARTBEAT_AGE_S")
         if most_s is not None and trusted is None:
@@ -304,7 +288,6 @@ class Trust:
         )
 
     def signers(self, data: bytes, kind: type[documents.Document], chain: str) -> tuple[str, ...]:
-        """Return the ids of the trusted keys that signed an envelope."""
         if self.trusted is None:
             return ()
         payload, signatures = documents.opened(data)

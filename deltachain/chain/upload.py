@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Lock
-from types import TracebackType
 from typing import Final, Self
 
 from deltachain.codec import Change, EncodedPart, encode_part
@@ -55,12 +54,8 @@ DENSE_SHARE: Final = 0.67
 PARTS_ON_THE_WAY: Final = 3
 """Parts in memory beside the one that is gathered: one being encoded, others being uploaded."""
 
-UPLOADS: Final = 2
-"""Parts uploaded at a time: the second hides the round trips of the first."""
-
-ANCHOR_PARTS: Final = 16
-"""Parts of an anchor, about: enough that encoding and upload overlap."""
-
+UPLOADS: Final = 2  # parts uploaded at a time: the second hides the round trips of the first
+ANCHOR_PARTS: Final = 16  # parts of an anchor, about: enough that encoding and upload overlap
 SMALL_PART_NBYTES: Final = 64 << 20
 """Size of an anchor's part, in bytes, below which more parts cost more requests than time."""
 
@@ -102,7 +97,6 @@ class EdgeUpload:
 
     @property
     def seconds(self) -> float:
-        """Time in which at least one part was uploaded."""
         return self._clock.seconds
 
     def add(self, change: Change) -> None:
@@ -134,12 +128,7 @@ class EdgeUpload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._failure = self._failure or error
         self._encoder.shutdown()
         self._uploader.shutdown()

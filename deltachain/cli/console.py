@@ -4,7 +4,6 @@ With ``--json`` a command writes one JSON object to stdout (``follow`` and ``age
 and everything else to stderr; an error is a JSON object there, on the last line.
 """
 
-import codecs
 import io
 import json
 import logging
@@ -26,22 +25,12 @@ _FOLDED: Final = 12  # least width of a column that is folded, if its cells are 
 _PIPE_WIDTH: Final = 140  # of output that is not a terminal: no line is truncated in a file
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
-_PLAIN: Final = {"✓": "ok", "…": "~", "━": "-", **dict.fromkeys(_EIGHTHS[1:] + "█", "#")}
-"""What stands for a character that the encoding of stdout lacks; a question mark for others."""
 
 
 def print_in_any_encoding() -> None:
     """Let stdout replace what its encoding lacks: a result is not lost for want of a tick."""
-
-    def replaced(error: UnicodeError) -> tuple[str, int]:
-        if not isinstance(error, UnicodeEncodeError):
-            raise error
-        lacking = error.object[error.start : error.end]
-        return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
-
-    codecs.register_error("deltachain.plain", replaced)
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed
-        sys.stdout.reconfigure(errors="deltachain.plain")
+        sys.stdout.reconfigure(errors="replace")
 
 
 def out() -> Console:

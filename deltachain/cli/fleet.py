@@ -15,9 +15,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -46,28 +45,13 @@ NARROW: Final = 60  # width below which a replica takes several lines, so that n
 WIDE: Final = 110  # width from which on there is room for times and software
 
 
-def replica_table(
-    rows: Sequence[ReplicaRow], waiting: int, width: int, height: int | None = None
-) -> RenderableType:
-    """Draw all replicas; health, version and lag are whole at any width."""
+def replica_table(rows: Sequence[ReplicaRow], waiting: int, width: int) -> RenderableType:
+    """Draw all replicas; health, version and lag are whole at any width.
+
+    The summary comes first: of what is higher than a terminal, rich leaves out the end.
+    """
     drawn = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
-    summary = Text(_summary(rows, waiting), "dim", overflow="fold")
-    return Group(drawn, summary) if height is None else _Fitted(drawn, summary, height)
-
-
-class _Fitted:
-    def __init__(self, table: RenderableType, summary: RenderableType, height: int) -> None:
-        self._table, self._summary, self._height = table, summary, height
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        below = console.render_lines(self._summary, options, pad=False)
-        lines = console.render_lines(self._table, options, pad=False)
-        room = max(1, self._height - len(below))
-        if len(lines) > room:
-            lines = lines[: room - 1] + console.render_lines(Text("..."), options, pad=False)
-        for line in (*lines, *below):
-            yield from line
-            yield Segment.line()
+    return Group(Text(_summary(rows, waiting), "dim", overflow="fold"), drawn)
 
 
 def _columns(rows: Sequence[ReplicaRow], *, wide: bool) -> RenderableType:
@@ -116,7 +100,7 @@ def _summary(rows: Sequence[ReplicaRow], waiting: int) -> str:
     versions = [row.status.version for row in rows if row.status]
     newest = max((version for version in versions if version is not None), default=None)
     held = "" if newest is None else f"; newest version held: {newest}"
-    return f"\n{c.plural(len(rows) + waiting, 'replica')}: {', '.join(told)}{held}"
+    return f"{c.plural(len(rows) + waiting, 'replica')}: {', '.join(told)}{held}\n"
 
 
 _SHOWN: Final = (
@@ -339,14 +323,13 @@ def _round(
         return rows
     with nullcontext(live) if live else _live() as shown:
         console = shown.console
-        height = console.height if live and console.is_terminal else None
         for url, answer in roster.ask(question):
             answers[url] = answer
             if live is None:  # while watching, the round before stays until this one is complete
                 rest = max(0, len(roster.engines) - len(answers))
                 shown.update(replica_table(compare(answers, limits), rest, console.width))
         rows = compare(answers, limits)
-        shown.update(replica_table(rows, 0, console.width, height), refresh=True)
+        shown.update(replica_table(rows, 0, console.width), refresh=True)
     return rows
 
 

@@ -24,23 +24,18 @@ MAX_DIRECTORY: Final = 1 << 26
 
 
 class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One tensor of the part.
-
-    Attributes:
-        bucket: Number of its bucket, a group of streams; 0 for raw and plain.
-        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for ``max``.
-        digest: State digest of the new elements; for sparse encodings, minus that of the old. Rows
-            may share one: see :mod:`deltachain.codec.rows`.
-    """
+    """One tensor of the part."""
 
     name: str
     dtype: str
     shape: Shape
     encoding: str
-    bucket: Count
-    gap: Count
+    bucket: Count  # number of its bucket, a group of streams; 0 for raw and plain
+    gap: Count  # size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for `max`
     nnz: Count
     segments: Count
+    # State digest of the new elements; for sparse encodings, minus that of the old. Rows may share
+    # one: see :mod:`deltachain.codec.rows`.
     digest: str
 
     @property
@@ -136,9 +131,7 @@ def stream_name(bucket: int, stream: str) -> str:
     return f"#{bucket}.{stream}"
 
 
-MAX_HEADER: Final = 100_000_000
-"""Largest header that the safetensors library accepts, in bytes."""
-
+MAX_HEADER: Final = 100_000_000  # largest header that the safetensors library accepts, in bytes
 ReadAt: TypeAlias = Callable[[int, int], Buffer]
 """Function ``read_at(start, length)`` that returns exactly those bytes of an object."""
 

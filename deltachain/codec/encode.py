@@ -38,15 +38,11 @@ its own."""
 TURNS: Final = 8
 """Changes of the element width from tensor to tensor above which a width has one bucket."""
 
-MAX_TURNS: Final = 1
-"""The same in parts with an encoding that is compact."""
-
+MAX_TURNS: Final = 1  # the same in parts with an encoding that is compact
 SMALL: Final = 1 << 22
 """Bytes of a part before compression below which threads cost more than they save."""
 
-DIGEST_NBYTES: Final = DIGEST_HEX // 2
-"""Size of the digest entry, in bytes."""
-
+DIGEST_NBYTES: Final = DIGEST_HEX // 2  # size of the digest entry, in bytes
 FORMAT: Final = "1"
 
 
@@ -74,17 +70,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """One immutable payload object.
-
-    Attributes:
-        directory: blake3 of all bytes before the streams, as stored in the file.
-        encodings: Sorted names of all encodings in the part.
-    """
+    """One immutable payload object."""
 
     content: memoryview
-    directory: str
+    directory: str  # blake3 of all bytes before the streams, as stored in the file
     nnz: int
-    encodings: tuple[str, ...]
+    encodings: tuple[str, ...]  # sorted names of all encodings in the part
 
     @property
     def digest(self) -> str:

@@ -25,12 +25,8 @@ from deltachain.format.keys import object_digest
 from deltachain.kernels import host
 from deltachain.types import BITS_DTYPES, Bits, Buffer, TensorSpec
 
-FRAME: Final = 1 << 20
-"""Largest inflated size of a frame, in bytes."""
-
-LEVEL: Final = 1
-"""zstd level of directories, but for those where bytes matter more than time."""
-
+FRAME: Final = 1 << 20  # largest inflated size of a frame, in bytes
+LEVEL: Final = 1  # zstd level of directories, but for those where bytes matter more than time
 SMALLEST_LEVELS: Final = ((1 << 12, LEVEL), (1 << 17, 17), (1 << 21, 15))
 """zstd levels of directories where bytes matter more, up to some bytes each; above, ``LEVEL``.
 For 50 to 100 KiB, level 15 takes 3 to 10 ms and saves 7 to 13 %; level 17 takes 9 to 33 ms and
@@ -83,19 +79,13 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Offsets, sizes and digests of the frames of one stream.
+    """Offsets, sizes and digests of the frames of one stream."""
 
-    Attributes:
-        start: Offset of the first frame in the object, in bytes.
-        stored: Size of each frame in the object, in bytes.
-        raw: Inflated size of each frame, in bytes; equal to ``stored`` without compression.
-        digests: blake3 of the stored bytes of each frame.
-    """
-
-    start: int
-    stored: tuple[int, ...]
+    start: int  # offset of the first frame in the object, in bytes
+    stored: tuple[int, ...]  # size of each frame in the object, in bytes
+    # Inflated size of each frame, in bytes; equal to `stored` without compression.
     raw: tuple[int, ...]
-    digests: tuple[str, ...]
+    digests: tuple[str, ...]  # blake3 of the stored bytes of each frame
 
 
 def deflate(document: Buffer) -> bytes:
@@ -229,8 +219,7 @@ def _running(start: int, sizes: tuple[int, ...]) -> list[int]:
     return total
 
 
-FlatArray: TypeAlias = npt.NDArray[Any]
-"""A one-dimensional array of any dtype."""
+FlatArray: TypeAlias = npt.NDArray[Any]  # a one-dimensional array of any dtype
 
 
 WITHOUT_REPEATS: Final = frozenset(["class", "dense", "tile"])
@@ -238,15 +227,10 @@ WITHOUT_REPEATS: Final = frozenset(["class", "dense", "tile"])
 
 
 class BytePlane(NamedTuple):
-    """One byte of every element.
+    """One byte of every element."""
 
-    Attributes:
-        values: Unsigned integers, shape ``(n,)``.
-        k: Number of the byte in each element, 0 for the lowest.
-    """
-
-    values: Bits
-    k: int
+    values: Bits  # unsigned integers, shape `(n,)`
+    k: int  # number of the byte in each element, 0 for the lowest
 
 
 StreamPiece: TypeAlias = FlatArray | BytePlane
@@ -263,20 +247,15 @@ class StoredFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamContent:
-    """Content of one stream, not yet compressed. Frames may be made by several threads.
-
-    Attributes:
-        ends: Elements up to the end of each piece.
-        sizes: Inflated sizes of the frames, in bytes.
-    """
+    """Content of one stream, not yet compressed. Frames may be made by several threads."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: Sequence[StreamPiece]
-    ends: Sequence[int]
+    ends: Sequence[int]  # elements up to the end of each piece
     in_bits: bool
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # inflated sizes of the frames, in bytes
 
     @classmethod
     def join(

@@ -24,8 +24,6 @@ WITNESSES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One replica, compared with the others."""
-
     engine: str  # its address
     health: Health
     why: tuple[str, ...]  # reasons; empty if it is ready

@@ -29,8 +29,7 @@ KEEPALIVE_S: Final = 2.0
 
 uvicorn, and with it vLLM and SGLang, closes one after 5 s; a request sent at that moment is lost.
 """
-LARGEST: Final = 4 << 20
-"""Size limit of a response, in bytes."""
+LARGEST: Final = 4 << 20  # size limit of a response, in bytes
 
 
 Credentials: TypeAlias = Callable[[], Iterable[Mapping[str, str]]]

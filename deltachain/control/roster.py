@@ -23,9 +23,7 @@ from .replica_client import ReplicaClient
 DNS: Final = "dns://"
 """Scheme of a name that stands for all replicas at its addresses: ``dns://policy.default:8000``."""
 
-_CLOUDS: Final = ("gs", "az", "abfs", "abfss")
-"""Schemes of stores that fsspec opens."""
-
+_CLOUDS: Final = ("gs", "az", "abfs", "abfss")  # schemes of stores that fsspec opens
 _HINT: Final = (
     "one address a line: http://HOST:PORT, dns://NAME:PORT, or the URL where replicas write their "
     "presence; # begins a comment"
@@ -107,9 +105,7 @@ def resolve(entry: str) -> Sequence[str]:
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]
 
 
-STATUS_S: Final = 5.0
-"""Seconds for which the answer to a question for the status is waited for."""
-
+STATUS_S: Final = 5.0  # seconds for which the answer to a question for the status is waited for
 LATE: Final = "it may hang, or be busy: its log may say more"
 """Hint for a replica that takes too long."""
 

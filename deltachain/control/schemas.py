@@ -50,8 +50,6 @@ class Ready(Answer, frozen=True):
 
 
 class Problem(Answer, frozen=True):
-    """The error of a replica."""
-
     type: str  # name of a class in deltachain.errors
     message: str
     hint: str  # action that resolves the error

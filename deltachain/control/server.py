@@ -58,18 +58,10 @@ def is_page(request: Request) -> bool:
     return "origin" in request.headers or site != "none"
 
 
-BODY_S: Final = 10.0
-"""Seconds in which a request body must arrive."""
-
-LARGEST: Final = 4096
-"""Size limit of a request body, in bytes."""
-
-AT_ONCE: Final = 4
-"""Concurrent requests of one kind."""
-
-LOOK_S: Final = 0.5
-"""Seconds between two checks for a disconnected client."""
-
+BODY_S: Final = 10.0  # seconds in which a request body must arrive
+LARGEST: Final = 4096  # size limit of a request body, in bytes
+AT_ONCE: Final = 4  # concurrent requests of one kind
+LOOK_S: Final = 0.5  # seconds between two checks for a disconnected client
 RequestKind: TypeAlias = Literal["update", "rollback", "quick"]
 
 _SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")

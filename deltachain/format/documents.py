@@ -56,11 +56,8 @@ def no_repeats(fields: list[tuple[str, Any]]) -> None:
         seen.add(name)
 
 
-FORMAT: Final = 1
-"""Format number that this version writes and reads."""
-FEATURES: Final[frozenset[str]] = frozenset()
-"""Features that a document may require."""
-
+FORMAT: Final = 1  # format number that this version writes and reads
+FEATURES: Final[frozenset[str]] = frozenset()  # features that a document may require
 EdgeKind = Literal["delta", "anchor", "skip", "base"]
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -79,19 +76,14 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ObjectRef(Struct, frozen=True, kw_only=True):
-    """Reference to an immutable object by key, size and digest.
-
-    Attributes:
-        nbytes: Its length in bytes.
-        blake3: Its digest.
-        directory: Digest of a part's directory, as stated in the part; empty for other objects.
-        pin: The store's name of this content, ``xet_hash`` in JSON; empty where it has none.
-    """
+    """Reference to an immutable object by key, size and digest."""
 
     key: Key
-    nbytes: Count
-    blake3: str
+    nbytes: Count  # its length in bytes
+    blake3: str  # its digest
+    # Digest of a part's directory, as stated in the part; empty for other objects.
     directory: str = ""
+    # The store's name of this content, `xet_hash` in JSON; empty where it has none.
     pin: str = msgspec.field(default="", name="xet_hash")
     ext: dict[str, Any] = {}
 
@@ -171,32 +163,24 @@ class Document(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Document, frozen=True, kw_only=True):
-    """The commit of one version.
-
-    Attributes:
-        commit_id: Random id that identifies a publisher's own commit after a lost reply.
-        parent: blake3 of the exact bytes of the previous manifest; empty for version 0.
-        time: Seconds since 1970 on the publisher's clock; informational only.
-        base_state: State digest of the previous version; empty for version 0.
-        recent: Edges of earlier versions, oldest first: every edge back to ``window_from``, and
-            at least the newest edge that starts from nothing.
-        window_from: The oldest version whose edges are listed completely.
-    """
+    """The commit of one version."""
 
     chain: str
     version: Count
     epoch: Count
-    commit_id: str
-    parent: str
+    commit_id: str  # random id that identifies a publisher's own commit after a lost reply
+    parent: str  # blake3 of the exact bytes of the previous manifest; empty for version 0
     step: int | None
-    time: float
-    base_state: str
+    time: float  # seconds since 1970 on the publisher's clock; informational only
+    base_state: str  # state digest of the previous version; empty for version 0
     state: str
     nnz: Count
     numel: Count
     edge: Edge
+    # Edges of earlier versions, oldest first: every edge back to `window_from`, and at least the
+    # newest edge that starts from nothing.
     recent: tuple[EdgeSummary, ...] = ()
-    window_from: Count = 0
+    window_from: Count = 0  # the oldest version whose edges are listed completely
     metadata: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -239,13 +223,9 @@ class Head(Document, frozen=True, kw_only=True):
 
 
 class Table(Document, frozen=True, kw_only=True):
-    """Every tensor of the model, in the order of the chain.
+    """Every tensor of the model, in the order of the chain."""
 
-    Attributes:
-        tensors: ``(name, wire dtype, shape)``.
-    """
-
-    tensors: tuple[tuple[str, str, Shape], ...]
+    tensors: tuple[tuple[str, str, Shape], ...]  # `(name, wire dtype, shape)`
     aliases: dict[str, str] = {}
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -370,18 +350,14 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
 
 
 def read_state(text: str, *, key: str) -> StateDigest:
-    """Parse the state digest in a document."""
     try:
         return StateDigest.parse(text)
     except ValueError as exc:
         raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 
 
-NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-"""Names of tags."""
-
-MAX_NUMBER: Final = 10**8 - 1
-"""Largest number of a tag record: eight digits."""
+NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # names of tags
+MAX_NUMBER: Final = 10**8 - 1  # largest number of a tag record: eight digits
 
 
 class Tag(Document, frozen=True, kw_only=True):
@@ -420,9 +396,7 @@ def reverted_to(manifest: Manifest) -> Version | None:
 
 NAMES: Final = ("diff", "encode", "upload")
 
-LONGEST_S: Final = 1e9
-"""Largest time that is believed, in seconds."""
-
+LONGEST_S: Final = 1e9  # largest time that is believed, in seconds
 _PHASES: Final = "deltachain.phases"
 
 
@@ -451,19 +425,13 @@ PrunedKind = Literal["delta", "anchor", "skip"]
 
 
 class PrunedRange(Struct, frozen=True, kw_only=True):
-    """Pruned edges of one kind and span, to a range of versions.
-
-    Attributes:
-        span: Versions from their base to the version that they lead to; 0 for anchors.
-        last: The last one, included.
-        after: Earliest time of deletion of their objects, in seconds since 1970 by the clock of the
-            store.
-    """
+    """Pruned edges of one kind and span, to a range of versions."""
 
     kind: PrunedKind
-    span: Count
+    span: Count  # versions from their base to the version that they lead to; 0 for anchors
     first: Count
-    last: Count
+    last: Count  # the last one, included
+    # Earliest time of deletion of their objects, in seconds since 1970 by the clock of the store.
     after: float
 
     def __post_init__(self) -> None:
@@ -515,19 +483,14 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
 
 class Heartbeat(Document, frozen=True, kw_only=True):
-    """A publisher's word that a version, and records of tags and pruning, are the newest at a time.
-
-    Attributes:
-        manifest: blake3 of the exact bytes of its manifest.
-        time: Seconds since 1970 on the publisher's clock.
-        tags: Number of the newest record of each tag, of removed ones too, by name; ``None`` if
-            nothing is said of tags.
-    """
+    """A publisher's word that a version, and tag and prune records, are the newest at a time."""
 
     chain: str
     version: Count
-    manifest: str
-    time: float
+    manifest: str  # blake3 of the exact bytes of its manifest
+    time: float  # seconds since 1970 on the publisher's clock
+    # Number of the newest record of each tag, of removed ones too, by name; `None` if nothing is
+    # said of tags.
     tags: dict[str, Count] | None = None
     prunes: Count = 0
 

@@ -12,9 +12,7 @@ from deltachain.types import TensorSpec, Version
 DigestKey: TypeAlias = tuple[int, int]
 """Keys of the two lanes of a tensor's state digest, 64 bits each."""
 
-DIGEST_HEX: Final = 64
-"""Hexadecimal digits of an object digest."""
-
+DIGEST_HEX: Final = 64  # hexadecimal digits of an object digest
 THREADED: Final = 4 << 20
 """Bytes above which an object is hashed in threads: smaller ones, of which every frame is one, are
 hashed by several threads at a time, and would wait for one another."""
@@ -41,12 +39,9 @@ def digest_key(spec: TensorSpec) -> DigestKey:
     return int.from_bytes(seed[:8], "little"), int.from_bytes(seed[8:], "little")
 
 
-CHAIN_KEY: Final = "chain.json"
-"""Identity of the chain; put-if-absent."""
-TABLE_KEY: Final = "table.json"
-"""The tensor table; put-if-absent, immutable."""
-HEAD_KEY: Final = "head.json"
-"""Head hint, may be out of date; overwritten."""
+CHAIN_KEY: Final = "chain.json"  # identity of the chain; put-if-absent
+TABLE_KEY: Final = "table.json"  # the tensor table; put-if-absent, immutable
+HEAD_KEY: Final = "head.json"  # head hint, may be out of date; overwritten
 MIRROR_KEY: Final = "mirror.json"
 """What a mirror copies and leaves out; only in mirrors, and removed when one is promoted."""
 
@@ -57,9 +52,7 @@ TAG_PREFIX: Final = "tags/"
 HEARTBEAT_KEY: Final = "heartbeat.json"
 """Signed word of the publisher that a version is the newest; overwritten."""
 
-PUBLISHER_KEY: Final = "publisher.json"
-"""Unsigned word of who publishes here; overwritten."""
-
+PUBLISHER_KEY: Final = "publisher.json"  # unsigned word of who publishes here; overwritten
 PayloadKind = Literal["delta", "anchor", "skip"]
 
 PAYLOADS: Final = ("deltas/", "anchors/", "skips/")

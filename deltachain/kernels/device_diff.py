@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltachain.kernels import host, reference
-from deltachain.kernels.reference import Changes
+from deltachain.kernels import host
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.torch_kernels import INT_DTYPES, bits_of
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
@@ -156,17 +156,11 @@ class CopyStream:
 
 
 class Arena(NamedTuple):
-    """Room on a device for the changes of batches, filled from the front.
+    """Room on a device for the changes of batches, filled from the front."""
 
-    Attributes:
-        offsets: Offset of each change in its block, int16 of shape ``(capacity,)``.
-        new: New bits, shape ``(capacity,)``.
-        old: Old bits, shape ``(capacity,)``; ``new`` itself if they are not wanted.
-    """
-
-    offsets: Tensor
-    new: Tensor
-    old: Tensor
+    offsets: Tensor  # offset of each change in its block, int16 of shape `(capacity,)`
+    new: Tensor  # new bits, shape `(capacity,)`
+    old: Tensor  # old bits, shape `(capacity,)`; `new` itself if they are not wanted
 
     @classmethod
     def empty(cls, capacity: int, dtype: torch.dtype, where: torch.device, *, old: bool) -> "Arena":
@@ -197,9 +191,7 @@ class Placed(NamedTuple):
 ALIGNMENT: Final = 16
 """Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
 
-ROOM_SHARE: Final = 64
-"""Elements for each change that there is room for at first: 1.6 %."""
-
+ROOM_SHARE: Final = 64  # elements for each change that there is room for at first: 1.6 %
 LARGEST_ROOM_SHARE: Final = 16
 """The same for room that has grown, after more elements changed than it had room for."""
 
@@ -208,17 +200,11 @@ SMALLEST_ROOM: Final = 1 << 20
 
 
 class LaneKind(NamedTuple):
-    """What the tensors of one lane have in common.
+    """What the tensors of one lane have in common."""
 
-    Attributes:
-        width: Size of an element's bits in the snapshot, in bytes.
-        master: Whether the weights are fp32 masters of bf16 ones.
-        resident: Whether the snapshot is on the device.
-    """
-
-    width: int
-    master: bool
-    resident: bool
+    width: int  # size of an element's bits in the snapshot, in bytes
+    master: bool  # whether the weights are fp32 masters of bf16 ones
+    resident: bool  # whether the snapshot is on the device
 
 
 class Compared(NamedTuple):
@@ -458,19 +444,14 @@ def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
 
 
 class Landed(NamedTuple):
-    """Changes of a batch, on the host.
-
-    Attributes:
-        room: Whether there was room for them; the arrays are empty if not.
-        counts: Number of changes of each block, int16 of shape ``(blocks,)``.
-        columns: Offset of each change in its block, new bits, and old bits if they are not on the
-            host; each of shape ``(nnz,)``.
-    """
+    """Changes of a batch, on the host."""
 
     batch: Launched
     nnz: int
-    room: bool
-    counts: npt.NDArray[Any]
+    room: bool  # whether there was room for them; the arrays are empty if not
+    counts: npt.NDArray[Any]  # number of changes of each block, int16 of shape `(blocks,)`
+    # Offset of each change in its block, new bits, and old bits if they are not on the host; each
+    # of shape `(nnz,)`.
     columns: tuple[npt.NDArray[Any], ...]
 
 
@@ -616,7 +597,7 @@ def compares_on(where: torch.device) -> bool:
 
 
 def disagreements(where: torch.device) -> list[str]:
-    """Return the kinds of tensors for which the kernels of a device differ from the reference."""
+    """Return the kinds of tensors for which kernels of a device differ from those of the host."""
     wrong = []
     for name, current, wire, expected in _trials(where):
         for resident in (False, True):
@@ -625,7 +606,7 @@ def disagreements(where: torch.device) -> list[str]:
             diff, found = DeviceDiff(where), dict[str, Changes]()
             diff.add(Compared("w", kept, 0, current, wire, resident))
             diff.settle(found)
-            changes = reference.diff_(np.zeros(expected.size, expected.dtype), expected)
+            changes = host.diff_(np.zeros(expected.size, expected.dtype), expected)
             equal = "w" in found and all(map(np.array_equal, found["w"], changes))
             if not (equal and np.array_equal(kept.cpu().numpy().view(expected.dtype), expected)):
                 wrong.append(f"{name}, snapshot on the {'device' if resident else 'host'}")
@@ -650,4 +631,4 @@ def _trials(where: torch.device) -> Iterator[_Trial]:
         yield _Trial(str(dtype), torch.from_numpy(signed).to(where), dtype, bits)
     values = rng.standard_normal(numel, np.float32)
     weights = torch.from_numpy(values).to(where)
-    yield _Trial("fp32", weights, torch.bfloat16, reference.cast_bf16(values))
+    yield _Trial("fp32", weights, torch.bfloat16, host.cast_bf16(values))

@@ -18,12 +18,8 @@ from torch import Tensor
 
 from deltachain.kernels.device_diff import BLOCK, Arena, Placed
 
-STEP: Final = 2048
-"""Counts summed at a time by ``place_kernel``."""
-
-WARPS: Final = 8
-"""Warps of a program that compares: 16 elements a thread."""
-
+STEP: Final = 2048  # counts summed at a time by `place_kernel`
+WARPS: Final = 8  # warps of a program that compares: 16 elements a thread
 TYPES: Final[dict[int, Any]] = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Triton's dtype of the bits, by element size in bytes."""
 

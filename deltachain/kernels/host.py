@@ -1,15 +1,12 @@
-"""Kernels on the host: numba if installed, the reference otherwise.
+"""Kernels on the host: those of :mod:`.numba_kernels`, and some that need numpy only.
 
-The same contract test compares both with ``reference``, bit for bit; ``NAME`` is the one in use,
-for receipts. They are imported on first use: numba is slow to import, and vLLM 0.32 cannot start
-an engine in a process that has imported it (its scan for Triton kernels mistakes llvmlite's
-library object for one). The functions below need numpy only; together they are the
-:class:`.protocol.BitKernels` of the host, which says what they do.
+The former are imported on first use: numba is slow to import, and vLLM 0.32 cannot start an engine
+in a process that has imported it (its scan for Triton kernels mistakes llvmlite's library object
+for one). Together they are the :class:`.protocol.BitKernels` of the host, which says what they do.
 """
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from deltachain.kernels import reference
-
 if TYPE_CHECKING:
-    from deltachain.kernels.reference import *  # noqa: F403 - the same names, whichever is chosen
+    from deltachain.kernels.numba_kernels import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    if name != "NAME" and not (name.islower() and callable(getattr(reference, name, None))):
+    if name.startswith("_"):  # questions about modules import nothing
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The names in the reference are the only list of kernels.
-    chosen = "numba_kernels" if find_spec("numba") is not None else "reference"
-    kernel = getattr(import_module(f"deltachain.kernels.{chosen}"), name)
+    kernel = getattr(import_module("deltachain.kernels.numba_kernels"), name)
     globals()[name] = kernel
     return kernel
 

@@ -1,4 +1,4 @@
-"""The kernels of :mod:`.reference` as numba loops: one core, no GIL, cached on disk.
+"""Kernels of the host as numba loops: one core, no GIL, cached on disk.
 
 Slices instead of offsets make index expressions provably non-negative; otherwise numba adds a
 wraparound test to each access, which prevents vectorisation.
@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain import threads as slab
-from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.reference import (
+from deltachain.kernels.arrays import (
     CANONICAL,
     LEAVES,
     MIX_A,
@@ -25,6 +24,7 @@ from deltachain.kernels.reference import (
     StepStreams,
     WindowPlace,
 )
+from deltachain.kernels.compiling import compiled, inlined
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 _U = np.uint64
@@ -84,6 +84,7 @@ def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:
 
 
 def decode_gaps(gaps: Bits) -> Indices:
+    """Decode gaps to offsets of the changes from the segment's start."""
     out = np.empty(gaps.size + 1, np.int64)
     count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
     return out[:count]
@@ -165,6 +166,15 @@ def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values
 
 
 def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
+    """Decode the segments of one tensor in the encoding ``step``.
+
+    Args:
+        segments: ``(n, 6)``: start, length, nnz, gaps, exceptions and wide of each segment.
+
+    Returns:
+        ``(nnz,)`` flat int64 indices, strictly increasing inside the segments, and ``(nnz,)``
+        wrapping steps, none of them zero.
+    """
     nnz = int(segments[:, 2].sum())
     indices, values = slab.empty(nnz, np.int64), slab.empty(nnz, streams.wide.dtype)
     firsts = _U(streams.sign_at), _U(streams.exception_at)
@@ -258,9 +268,12 @@ def stage_steps(
     weights: Bits,
     key: tuple[int, int],
 ) -> StagedSteps:
-    """Decode segments, and stage the steps of the elements of a box; see the reference.
+    """Decode segments as :func:`decode_steps`, and stage the steps of the elements of a box.
 
     A segment's indices and steps stay in cache: only what is kept is written to memory.
+
+    Args:
+        weights: ``(n,)`` live bits; not written.
     """
     most = int(segments[:, 2].max(initial=0))
     scratch = np.empty(most, np.int64), np.empty(most, streams.wide.dtype)
@@ -277,7 +290,6 @@ def run_stage(
     live: tuple[WindowPlace, Bits, tuple[int, int]],
     broken: Sequence[str],
 ) -> StagedSteps:
-    """Run a kernel that stages segments."""
     (offset, at, dims), weights, (key0, key1) = live
     nnz, kind = int(segments[:, 2].sum()), weights.dtype
     kept = np.empty(nnz, np.int64), np.empty(nnz, kind), np.empty(nnz, kind)
@@ -311,6 +323,7 @@ def _join4(planes: Any, out: Any) -> None:
 
 
 def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
+    """Join ``(n,)`` byte planes, lowest byte first, into the ``(n,)`` elements of ``out``."""
     if out.itemsize == 2:
         _join2(planes[0], planes[1], out)
     elif out.itemsize == 4:
@@ -334,6 +347,10 @@ def gather(weights: Bits, indices: Indices) -> Bits:
 
 @compiled
 def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``.
+
+    ``done[0]`` becomes ``end``. Compiled kernels do all of it in one call, without exceptions.
+    """
     first, last = min(done[0], end), max(done[0], end)
     mine, yours = one[first:last], other[first:last]
     for i in range(mine.shape[0]):
@@ -422,9 +439,6 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
     return Changes(*(np.concatenate(column) for column in zip(*found, strict=True))), True
 
 
-NAME: Final = "numba"
-
-
 @compiled
 def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
     """Diff from ``start`` while ``out`` has room for a block; return the end and the count."""
@@ -477,14 +491,17 @@ def _drive(
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:
+    """Find the elements of ``current`` whose bits differ from ``snapshot``, and copy them there."""
     return _drive(_diff, snapshot, current)
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
+    """Run :func:`diff_` on ``cast_bf16(master)``."""
     return _drive(_cast_diff, snapshot, master.view(np.uint32))
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
+    """Cast fp32 to bf16 bits: round to nearest even; a NaN becomes quiet and keeps its sign."""
     out = np.empty(master.size, np.uint16)
     _cast(master.view(np.uint32), out)
     return out
@@ -515,6 +532,14 @@ def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:
 
 
 def encode_gaps(offsets: Indices, width: int) -> Bits:
+    """Encode the distances between changes of one segment as unsigned integers.
+
+    An entry below the maximum skips that many unchanged elements and marks the next one as changed;
+    the maximum skips that many elements and marks none.
+
+    Args:
+        offsets: Strictly increasing offsets from the segment's start, shape ``(nnz,)``.
+    """
     limit = (1 << 8 * width) - 1
     out = np.empty(_count_gaps(offsets, limit), BITS_DTYPES[width])
     _fill_gaps(offsets, limit, out)
@@ -541,6 +566,7 @@ def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:
 
 
 def split_steps(steps: Bits) -> SplitSteps:
+    """Split wrapping steps into sign, magnitude and exceptions (FORMAT.md 4)."""
     n = steps.size
     negative, exception = np.empty(n, np.bool_), np.empty(n, np.bool_)
     magnitude, wide = np.empty(n + 1, np.uint8), np.empty(n + 1, steps.dtype)
@@ -571,5 +597,9 @@ def _rescale(words: Any, steps: Any, most: Any, one: Any, large: Any) -> None:
 
 
 def rescale_(words: npt.NDArray[Any], steps: npt.NDArray[Any], one: int, large: int) -> None:
+    """Add to the exponents of ``(n,)`` floats; subtract from those larger than ``large``.
+
+    All are signed words of the floats' width; ``one`` is added to zeros as well.
+    """
     kind = words.dtype.type
     _rescale(words, steps[: words.size], kind(np.iinfo(kind).max), kind(one), kind(large))

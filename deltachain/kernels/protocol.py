@@ -78,29 +78,22 @@ def kernels_for(bits: B) -> BitKernels[B]:
 
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:
-    """Return whether two arrays of one kind have equal bits."""
     kernels = kernels_for(one)
     return kernels is kernels_for(other) and kernels.equal(one, other)
 
 
 @dataclass(frozen=True, slots=True)
 class Move(Generic[B]):
-    """Old and new bits of some elements, and their contributions to the state digest.
+    """Old and new bits of some elements, and their contributions to the state digest."""
 
-    Attributes:
-        old: Old bits, shape ``(nnz,)``.
-        new: New bits, shape ``(nnz,)``.
-        removed: State digest of the old bits; zero for a dense delta, which sets every element.
-    """
-
-    old: B
-    new: B
+    old: B  # old bits, shape `(nnz,)`
+    new: B  # new bits, shape `(nnz,)`
     added: StateDigest
+    # State digest of the old bits; zero for a dense delta, which sets every element.
     removed: StateDigest
 
     @property
     def change(self) -> StateDigest:
-        """Change of the state digest."""
         return self.added - self.removed
 
 

@@ -31,17 +31,12 @@ def _divided(typing_context: Any, number: Any, by: Any) -> Any:
     return types.float32(types.float32, types.float32), generate
 
 
-KINDS: Final = {"int8-divide": 0, "fp8-divide": 1, "fp8-multiply": 2}
-"""Number of each way to round."""
-
+KINDS: Final = {"int8-divide": 0, "fp8-divide": 1, "fp8-multiply": 2}  # number of each way to round
 _U = np.uint32
 _F = np.float32
-_LARGEST: Final = _U(0x43E00000)
-"""Bits of 448, the largest fp8 number."""
-_LOWEST: Final = _U(121 << 23)
-"""Bits of 2**-6, the smallest normal fp8 number."""
-_BASE: Final = _U(0xC407FFFF)
-"""The difference of the exponents' biases, and half a unit."""
+_LARGEST: Final = _U(0x43E00000)  # bits of 448, the largest fp8 number
+_LOWEST: Final = _U(121 << 23)  # bits of 2**-6, the smallest normal fp8 number
+_BASE: Final = _U(0xC407FFFF)  # the difference of the exponents' biases, and half a unit
 _SUBNORMAL: Final = _F(16384.0)
 """2**14: fp32 numbers there are as far apart as subnormal fp8 numbers."""
 _INTEGER: Final = _F(12582912.0)

@@ -26,8 +26,7 @@ from deltachain.kernels.segments import (
 )
 from deltachain.kernels.torch_kernels import INT_DTYPES
 
-BLOCK: Final = 512
-"""Elements that a program works on at a time."""
+BLOCK: Final = 512  # elements that a program works on at a time
 WARPS: Final = 16
 """Warps of a program, one thread an element: with more of them a thread, ptxas spills registers."""
 _BLOCKS: Final = {"BLOCK": BLOCK, "num_warps": WARPS}
@@ -76,7 +75,6 @@ def _send(array: Table, device: torch.device) -> Tensor:
 
 
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
-    """Decode all segments of a batch."""
     layout, device = batch.layout, buffer.device
     rows = buffer[: batch.table.nbytes].view(torch.int64).view(batch.table.shape)
     segments, nnz = len(rows) - 1, batch.totals.nnz
@@ -222,12 +220,10 @@ def _blocks(visits: Table) -> Table:
 
 
 def write_(staged: StagedChanges) -> None:
-    """Write the new bits."""
     _write_(staged, staged.new)
 
 
 def undo_(staged: StagedChanges) -> None:
-    """Write the old bits back."""
     _write_(staged, staged.old)
 
 

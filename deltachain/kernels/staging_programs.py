@@ -10,7 +10,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from deltachain.kernels.reference import MIX_A, MIX_B, PHI
+from deltachain.kernels.arrays import MIX_A, MIX_B, PHI
 from deltachain.kernels.segments import Column, Field, Reason
 from deltachain.kernels.torch_kernels import signed
 

@@ -16,12 +16,10 @@ from deltachain.kernels import host
 from deltachain.threads import Pool
 from deltachain.types import Bits, StateDigest
 
-LEAST: Final = 1 << 20
-"""Elements of a thread, below which starting it costs more than it saves."""
+LEAST: Final = 1 << 20  # elements of a thread, below which starting it costs more than it saves
 
 
 def copy(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Copy ``(n,)`` bits to new memory."""
     cuts = _cuts(bits.size)
     if len(cuts) == 1:
         return bits.copy()

@@ -1,7 +1,7 @@
 """Kernels in torch operations, for weights on an accelerator.
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
-and add; ``bits_of`` returns such a view of any dtype. Sums wrap as in the reference. Work is done
+and add; ``bits_of`` returns such a view of any dtype. Sums wrap as on the host. Work is done
 in chunks, so that temporaries stay small for a 600 M element embedding. Functions without
 a docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_``, since
 ``scatter_`` costs as much as its whole destination.
@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from deltachain.kernels.arrays import MIX_A, MIX_B, PHI
 from deltachain.kernels.protocol import LiveBits
-from deltachain.kernels.reference import MIX_A, MIX_B, PHI
 from deltachain.types import BITS_DTYPES, StateDigest
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ def pin_(tensor: Tensor) -> bool:
     return True
 
 
-CHUNK: Final = 1 << 24
-"""Elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB."""
-
+CHUNK: Final = 1 << 24  # elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB
 INT_DTYPES: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
     2: torch.int16,

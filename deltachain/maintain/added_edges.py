@@ -77,8 +77,7 @@ def _steps(delta: TensorDelta, old: Bits) -> Change | None:
     return Change(steps, digest_change(delta.spec, places, before, after))
 
 
-PART_NBYTES: Final = 512 << 20
-"""Largest size of changes in one part before compression, in bytes."""
+PART_NBYTES: Final = 512 << 20  # largest size of changes in one part before compression, in bytes
 
 
 def add_skip(

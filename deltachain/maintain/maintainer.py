@@ -82,7 +82,6 @@ def anchor_version(
     manifest_nbytes: int,
     every: Version | None = None,
 ) -> Version | None:
-    """Return the version that needs an anchor; ``None`` if none is due."""
     anchors = [edge for edge in edges if edge.base is None]
     newest = max(anchors, key=lambda edge: edge.version, default=None)
     aligned = head - head % ANCHOR_AT
@@ -134,26 +133,20 @@ FAILURES: Final = (
 )
 """Errors of one edge, such as a base checkpoint that is not here; others may still be added."""
 
-HINTED: Final = 2
-"""Anchors that the head hint names."""
+HINTED: Final = 2  # anchors that the head hint names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maintained:
-    """What one round did.
-
-    Attributes:
-        pruned: What was pruned; ``None`` without pruning.
-        failed: What could not be done, a message each; that newcomers cannot join comes first.
-        no_way: Why newcomers cannot join; ``None`` if they can.
-    """
+    """What one round did."""
 
     head: int
     skips: tuple[EdgeSummary, ...] = ()
     anchors: tuple[EdgeSummary, ...] = ()
-    pruned: PrunePlan | None = None
+    pruned: PrunePlan | None = None  # what was pruned; `None` without pruning
+    # What could not be done, a message each; that newcomers cannot join comes first.
     failed: tuple[str, ...] = ()
-    no_way: errors.DeltaChainError | None = None
+    no_way: errors.DeltaChainError | None = None  # why newcomers cannot join; `None` if they can
 
 
 class Maintainer:
@@ -292,8 +285,7 @@ class Maintainer:
             self.chain.write_head(head.version, newest)
 
 
-EVERY_S: Final = 30.0
-"""Seconds between two rounds."""
+EVERY_S: Final = 30.0  # seconds between two rounds
 
 
 class MaintainerThread:

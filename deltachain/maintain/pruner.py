@@ -96,9 +96,7 @@ def _range(edge: EdgeSummary, after: float) -> PrunedRange:
     return PrunedRange(kind=kind, span=span_of(edge), first=version, last=version, after=after)
 
 
-KEEP_LAST: Final = 1024
-"""Newest versions that are kept by default."""
-
+KEEP_LAST: Final = 1024  # newest versions that are kept by default
 ANCHORS_KEPT: Final = 2
 """Newest anchors that are kept in any case, so that newcomers have a second way."""
 
@@ -106,20 +104,15 @@ ANCHORS_KEPT: Final = 2
 @names_checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRule:
-    """Rule of what pruning keeps. A version is kept if any part of the rule names it.
+    """Rule of what pruning keeps. A version is kept if any part of the rule names it."""
 
-    Attributes:
-        last: Number of newest versions; every edge among them is kept, for followers. Versions that
-            the head's manifest lists are kept in any case.
-        within_s: Seconds before the head's commit, by the publisher's clock; as for ``last``.
-        every: Keep each version that this number divides; ``None`` for none.
-        tags: Whether to keep every tagged version.
-    """
-
+    # Number of newest versions; every edge among them is kept, for followers. Versions that the
+    # head's manifest lists are kept in any case.
     last: int = KEEP_LAST
+    # Seconds before the head's commit, by the publisher's clock; as for `last`.
     within_s: float | None = None
-    every: int | None = None
-    tags: bool = True
+    every: int | None = None  # keep each version that this number divides; `None` for none
+    tags: bool = True  # whether to keep every tagged version
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -293,29 +286,21 @@ logger = logging.getLogger(__name__)
 GRACE_S: Final = 3600.0
 """Seconds from a prune record to the deletion of objects: longer than any plan is in use."""
 
-DELETES: Final = 8
-"""Objects deleted at a time."""
-
-TRIES: Final = 5
-"""Attempts to write a record while another maintainer writes records too."""
+DELETES: Final = 8  # objects deleted at a time
+TRIES: Final = 5  # attempts to write a record while another maintainer writes records too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What one round of pruning does.
-
-    Attributes:
-        time: Time of the store, in seconds since 1970; not before the newest record.
-        after: Earliest time of deletion of every pruned edge.
-        due: Objects of pruned edges whose grace is over, and that no way needs.
-    """
+    """What one round of pruning does."""
 
     head: Version
     before: PruneRecord | None
-    time: float
+    time: float  # time of the store, in seconds since 1970; not before the newest record
     retired: tuple[EdgeSummary, ...]
-    after: Mapping[EdgeSummary, float]
+    after: Mapping[EdgeSummary, float]  # earliest time of deletion of every pruned edge
     edges: tuple[EdgeSummary, ...]
+    # Objects of pruned edges whose grace is over, and that no way needs.
     due: tuple[ObjectInfo, ...]
     waiting: tuple[ObjectInfo, ...]
     orphans: tuple[ObjectInfo, ...]

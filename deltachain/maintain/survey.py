@@ -16,8 +16,7 @@ from deltachain.types import Version
 
 _Place: TypeAlias = tuple[str, Version]
 
-READS: Final = 16
-"""Documents read at a time."""
+READS: Final = 16  # documents read at a time
 
 
 @dataclass(slots=True)

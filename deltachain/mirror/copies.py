@@ -13,35 +13,24 @@ from deltachain.store import Buffer, Store
 from deltachain.threads import Pool
 from deltachain.types import Version
 
-THREADS: Final = 8
-"""Objects read or written at a time: enough to fill a link between two regions."""
-
-AHEAD: Final = 64
-"""Objects of a batch at most."""
-
-AHEAD_NBYTES: Final = 1 << 30
-"""Bytes of a batch at most, but for a single object that is larger."""
+THREADS: Final = 8  # objects read or written at a time: enough to fill a link between two regions
+AHEAD: Final = 64  # objects of a batch at most
+AHEAD_NBYTES: Final = 1 << 30  # bytes of a batch at most, but for a single object that is larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCopy:
-    """One object to copy.
-
-    Attributes:
-        nbytes: Its length in bytes.
-        digest: blake3 that its content must have; empty for a document.
-        content: Its bytes, if it is a document, which was read and proven already.
-        version: The version that names it; ``None`` for the identity of the chain.
-        edge: The edge that it is a part of; ``None`` for others.
-    """
+    """One object to copy."""
 
     key: str
-    nbytes: int
-    digest: str = ""
+    nbytes: int  # its length in bytes
+    digest: str = ""  # blake3 that its content must have; empty for a document
     pin: str = ""
+    # Its bytes, if it is a document, which was read and proven already.
     content: bytes | None = None
+    # The version that names it; `None` for the identity of the chain.
     version: Version | None = None
-    edge: Edge | None = None
+    edge: Edge | None = None  # the edge that it is a part of; `None` for others
 
     @property
     def is_document(self) -> bool:
@@ -50,8 +39,6 @@ class ObjectCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyOutcome:
-    """What became of one copy."""
-
     copy: ObjectCopy
     nbytes: int
     is_lost: bool = False

@@ -36,18 +36,14 @@ from deltachain.subscribe.follow_loop import Round, repeat
 from deltachain.threads import Pool
 from deltachain.types import Version
 
-DELETES: Final = 8
-"""Objects deleted at a time."""
-
+DELETES: Final = 8  # objects deleted at a time
 SURVEY: Final = 64
 """Polls between two listings of both stores, for edges added late and for pruned payloads."""
 
 LOOK_BACK: Final = 8
 """Polls between two checks that the source still has the newest version of the mirror."""
 
-NAMED: Final = 4
-"""Payloads named one by one as they are left out."""
-
+NAMED: Final = 4  # payloads named one by one as they are left out
 logger = logging.getLogger(__name__)
 
 
@@ -321,7 +317,6 @@ class Mirror:
         )
 
     def _is_gone(self, copy: ObjectCopy) -> bool:
-        """Return whether a payload that no listing showed is pruned."""
         edge, version = copy.edge, copy.version
         if self._pruned is None or edge is None or version is None:
             return False

@@ -16,12 +16,8 @@ from deltachain.store import ObjectInfo
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.types import Version
 
-READS: Final = 32
-"""Manifests read at a time."""
-
-REMEMBERED: Final = 1024
-"""Manifests that are remembered."""
-
+READS: Final = 32  # manifests read at a time
+REMEMBERED: Final = 1024  # manifests that are remembered
 logger = logging.getLogger(__name__)
 
 _D = TypeVar("_D", bound=documents.Document)

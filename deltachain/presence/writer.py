@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.checkpoint import HELD_FILE
@@ -146,12 +145,7 @@ class PresenceWriter(Closeable):
         self._reason = reason
         self.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             self.fail(str(error.args[0]) if isinstance(error, DeltaChainError) else repr(error))
         else:

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from types import TracebackType
 from typing import Final, Self, SupportsIndex
 from weakref import WeakKeyDictionary
 
@@ -50,13 +49,11 @@ class Published(Future[PublishReceipt]):
 
     @override
     def result(self, timeout: float | None = None) -> PublishReceipt:
-        """Return the receipt; see :meth:`concurrent.futures.Future.result`."""
         self._cover(self)
         return super().result(timeout)
 
     @override
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error; see :meth:`concurrent.futures.Future.exception`."""
         self._cover(self)
         return super().exception(timeout)
 
@@ -368,12 +365,7 @@ class Publisher(Closeable):
             self._closing.close()
 
     @override
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and self._ranks.count > 1:
             # A flush would wait for ranks that may not come.
             self._refuse_calls(errors.RankError("training ended before this was published"))

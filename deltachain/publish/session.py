@@ -27,7 +27,7 @@ from deltachain.codec import ENCODINGS
 from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import CHAIN_KEY, PayloadKind
 from deltachain.kernels import host
-from deltachain.kernels.reference import Changes
+from deltachain.kernels.arrays import Changes
 from deltachain.publish.background import PHASES, Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder

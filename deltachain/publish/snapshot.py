@@ -20,8 +20,8 @@ from torch import Tensor
 from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import host, threaded, torch_kernels
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
-from deltachain.kernels.reference import Changes
 from deltachain.kernels.torch_kernels import INT_DTYPES, pin_
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_tensor
@@ -263,7 +263,7 @@ class Snapshot:
 
     @property
     def kernel(self) -> str:
-        return "device" if self._on_device or self._diffs else host.NAME
+        return "device" if self._on_device or self._diffs else "numba"
 
     def bits(self, weight: Weight) -> Bits:
         """Return the last published flat bits of one weight, a copy of those on a device."""

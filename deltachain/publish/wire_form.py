@@ -14,8 +14,8 @@ from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
 from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, threaded
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.protocol import digest_change
-from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.types import Bits, StateDigest, TensorSpec
 

@@ -22,9 +22,7 @@ from .layout.classes import Classified, TensorClass
 from .messages import RankReply, Refusal
 from .spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
 
-FRONT: Final = 1 << 20
-"""Bytes read at first: header and directory of most objects."""
-
+FRONT: Final = 1 << 20  # bytes read at first: header and directory of most objects
 WHOLE: Final = 0.8
 """Share above which objects are fetched whole: one request, and one digest for all."""
 

@@ -29,8 +29,7 @@ from .staged import Share
 # change them only to equal bits.
 
 
-PEEK: Final = 64
-"""Elements that are compared first."""
+PEEK: Final = 64  # elements that are compared first
 
 
 class LateTie(NamedTuple):
@@ -115,9 +114,7 @@ REPLACED: Final = (
     "the engine replaced live tensors; where they are now is known, what they hold is not"
 )
 
-SAMPLES: Final = 16
-"""Elements of each slot of a stacked tensor that are compared."""
-
+SAMPLES: Final = 16  # elements of each slot of a stacked tensor that are compared
 MAPS: Final = re.compile(r"expert.*map|expert.*mask|_to_(physical|logical|global|local)")
 """Names of maps from experts to slots, in vLLM and SGLang."""
 

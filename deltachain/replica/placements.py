@@ -15,14 +15,13 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from deltachain.kernels.arrays import WindowPlace
 from deltachain.kernels.protocol import LiveBits, kernels_for
-from deltachain.kernels.reference import WindowPlace
 from deltachain.kernels.torch_kernels import live_bits, storage_bits
 from deltachain.subscribe.targets.tensor_patch import LiveElements
 from deltachain.types import StateDigest
 
-BLOCK: Final = 1 << 20
-"""Number of elements of a strided window that are numbered at a time."""
+BLOCK: Final = 1 << 20  # number of elements of a strided window that are numbered at a time
 
 
 class Dim(NamedTuple):

@@ -470,8 +470,7 @@ logger = logging.getLogger(__name__)
 Handler: TypeAlias = Callable[[Any], wire.RankReply]
 """Handler of the type of request for which it is registered."""
 
-REMEMBERED: Final = 16
-"""Number of tickets whose results a rank keeps."""
+REMEMBERED: Final = 16  # number of tickets whose results a rank keeps
 
 
 class RankService:

@@ -30,8 +30,6 @@ def proofs_folder(environment: Mapping[str, str]) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """Settings of one rank."""
-
     spool: Path  # the only folder from which plans are read
     url: str = ""  # the only chain that the rank accepts; empty for any
     decode: str = ""  # where changes are decoded; empty for where the weights are

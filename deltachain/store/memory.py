@@ -46,7 +46,6 @@ class MemoryStore(base.SimpleStore):
 
     @property
     def url(self) -> str:
-        """URL of the store: ``memory://`` and its name."""
         return f"memory://{self._name}"
 
     def _read(self, key: str, choose: base.Choose) -> bytes:

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["deltachain[torch,s3,hf,fast]", "transformers"]
+# dependencies = ["deltachain[torch,s3,hf]", "transformers"]
 # ///
 """Train a causal language model, and publish a version every few steps."""
 

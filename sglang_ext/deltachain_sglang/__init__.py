@@ -23,8 +23,7 @@ SCHEME: Final = "deltachain:"
 
 SERVER: Final = "sglang.srt.entrypoints.http_server"
 
-PREFIX: Final = "/deltachain"
-"""Path prefix of deltachain's own routes."""
+PREFIX: Final = "/deltachain"  # path prefix of deltachain's own routes
 
 
 def register() -> None:

@@ -15,9 +15,7 @@ from deltachain.errors import UnsupportedEngineError
 
 from .start_check import TESTED
 
-ABORT_LOOK_S: Final = 0.01
-"""Seconds between two checks whether aborted requests have ended."""
-
+ABORT_LOOK_S: Final = 0.01  # seconds between two checks whether aborted requests have ended
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
 
@@ -30,9 +28,7 @@ MOVING: Final = {
 }
 """Options with which experts are copied or moved between slots, and their usual values."""
 
-WEIGHTS: Final = "weights"
-"""SGLang's tag for weights in requests to release memory."""
-
+WEIGHTS: Final = "weights"  # SGLang's tag for weights in requests to release memory
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

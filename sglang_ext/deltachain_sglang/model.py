@@ -26,8 +26,7 @@ from . import compat, loading
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 Modules: TypeAlias = Mapping[str, nn.Module]
-Made: TypeAlias = list[tuple[str, str, Tensor]]
-"""Tensors with memory: module, path in it, tensor."""
+Made: TypeAlias = list[tuple[str, str, Tensor]]  # tensors with memory: module, path in it, tensor
 
 
 class Shadow:

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deltachain.kernels import reference
-from deltachain.kernels.reference import Changes
+from deltachain.kernels.arrays import Changes
 from deltachain.types import Bits, Indices
 from tests.bench import report
 from tests.bench.report import Candidate, Timings, one_core, round_robin, say
+from tests.contract import reference
 
 NUMEL: Final = 1 << 26
 DENSITY: Final = 0.012

@@ -17,8 +17,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deltachain.kernels import host
-
 EVERY: Final = 5
 
 
@@ -98,7 +96,6 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "load": [round(load, 2) for load in os.getloadavg()],
-        "kernels": host.NAME,
         "versions": {name: _version(name) for name in ("numpy", "numba", "torch", "zstandard")},
     }
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold_all, new_bits
 from deltachain.errors import MalformedError
-from deltachain.kernels import reference, staging
-from deltachain.kernels.reference import SplitSteps
+from deltachain.kernels import staging
+from deltachain.kernels.arrays import SplitSteps
 from deltachain.kernels.segments import (
     MESSAGES,
     ChangeBatch,
@@ -29,6 +29,7 @@ from deltachain.kernels.segments import (
 )
 from deltachain.kernels.torch_kernels import INT_DTYPES
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest, TensorSpec
+from tests.contract import reference
 
 
 @dataclass(frozen=True)

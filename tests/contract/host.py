@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deltachain.kernels import reference
-from deltachain.kernels.reference import StagedSteps, StepStreams, WindowPlace
+from deltachain.kernels.arrays import StagedSteps, StepStreams, WindowPlace
 from deltachain.types import BITS_DTYPES, Bits, Indices
+from tests.contract import reference
 from tests.contract.kernels import pairs
 
 

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import host, reference, torch_kernels
+from deltachain.kernels import host, torch_kernels
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import Compared, DeviceDiff
 from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
-from deltachain.kernels.reference import Changes
 from deltachain.kernels.torch_kernels import pin_
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
+from tests.contract import reference
 
 
 class DeviceArm:

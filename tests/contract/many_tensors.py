@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import reference
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff
-from deltachain.kernels.reference import Changes
 from deltachain.kernels.torch_kernels import INT_DTYPES
 from deltachain.types import BITS_DTYPES
+from tests.contract import reference
 
 SIZES = (1, 0, 5000, 4096, 17, 40_000, 8192, 3)
 

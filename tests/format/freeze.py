@@ -20,7 +20,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import KnownEdges, window_from
 from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.encodings.max.tiles import TileGrid, encode_tiles
+from deltachain.codec.encodings.max.tiles import TileGrid
 from deltachain.codec.encodings.max.tiles import bins as tile_bins
 from deltachain.delta import ABSOLUTE, OldBits, TensorDelta, changes
 from deltachain.format.documents import (
@@ -34,9 +34,10 @@ from deltachain.format.documents import (
     seal,
 )
 from deltachain.format.keys import PayloadKind, digest_key, payload_key, prune_key
-from deltachain.kernels import reference
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
+from tests.contract import reference
+from tests.contract.reference_tiles import encode_tiles
 from tests.format.forge import take_apart
 
 HERE: Final = Path(__file__).parent

@@ -23,8 +23,9 @@ from deltachain.codec.rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.format import documents
 from deltachain.format.keys import digest_key, manifest_key
-from deltachain.kernels import host, reference
+from deltachain.kernels import host
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
+from tests.contract import reference
 from tests.format import freeze, stranger, stranger_chain
 from tests.format.stranger import mix, state_text, tensor_key, tensor_lanes
 

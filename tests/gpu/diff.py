@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import staging, torch_kernels
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import Compared, DeviceDiff, compares_on, disagreements
-from deltachain.kernels.reference import Changes
 from deltachain.kernels.segments import StreamLayout
 from deltachain.kernels.torch_kernels import pin_
 from tests.contract.batches import Given, batch_of

@@ -16,8 +16,8 @@ from deltachain.errors import DeltaChainError, MalformedError
 from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import digest_key
-from deltachain.kernels import reference
 from deltachain.types import Bits, StateDigest
+from tests.contract import reference
 from tests.format.forge import dumps, enveloped
 from tests.format.forgeries import NEW, PARTS, SPEC
 from tests.format.freeze import Builder, as_max, dense, store_of

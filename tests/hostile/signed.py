@@ -11,10 +11,10 @@ from torch import Tensor
 from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.format import keys
 from deltachain.format.keys import digest_key
-from deltachain.kernels import reference
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Bits, StateDigest, TensorSpec
+from tests.contract import reference
 from tests.format.forge import dumps, enveloped
 from tests.format.freeze import Builder, dense, step
 

@@ -21,9 +21,9 @@ from deltachain.chain.plan import Plan
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import digest_key, object_digest
-from deltachain.kernels import reference
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
+from tests.contract import reference
 
 State: TypeAlias = Mapping[str, Bits]
 """Flat unsigned bits of every tensor, by checkpoint name."""

@@ -16,11 +16,11 @@ from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.format.documents import Edge, ObjectRef, Table
 from deltachain.format.keys import digest_key, payload_key
-from deltachain.kernels import reference
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.types import Bits, Indices, TensorSpec
 from deltachain.verify import verify
+from tests.contract import reference
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])

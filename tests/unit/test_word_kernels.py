@@ -6,8 +6,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-pytest.importorskip("numba")
-
 from deltachain.codec.encodings.max.classes import (
     class_table,
     load_word,

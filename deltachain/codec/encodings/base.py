@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import TensorDelta
-from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace, stage_changes
+from deltachain.kernels.arrays import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec
 
 
@@ -134,7 +132,7 @@ class Encoding(ABC):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
-        """Decode the steps of one tensor, and stage those of the elements of a box.
+        """Decode the steps of one tensor, and stage those of a box; of encodings with ``stages``.
 
         Args:
             tensor: Reader of all segments with elements in the box.
@@ -145,5 +143,4 @@ class Encoding(ABC):
         Raises:
             MalformedError: The streams contradict the row, or are not in canonical form.
         """
-        delta = self.decode(tensor)
-        return stage_changes(np.asarray(delta.indices), delta.values, box, weights, key)
+        raise NotImplementedError

@@ -23,7 +23,6 @@ class EncodingRegistry(NameRegistry[Encoding]):
         super().__init__(GROUP, kind, "acme.zigzag", encodings)
 
     def get(self, name: str, *, key: str = "") -> Encoding:
-        """Return the encoding of a name."""
         found = self.find(name)
         if found is not None:
             return found
@@ -38,7 +37,6 @@ class EncodingRegistry(NameRegistry[Encoding]):
         )
 
     def chosen(self, name: str) -> Encoding:
-        """Return the encoding chosen by a user for changed elements."""
         found = self.find(name)
         if found is not None and found.sparse:
             return found

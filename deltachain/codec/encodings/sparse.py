@@ -15,7 +15,7 @@ from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.kernels.reference import Changes, StagedSteps, StepStreams, WindowPlace
+from deltachain.kernels.arrays import Changes, StagedSteps, StepStreams, WindowPlace
 from deltachain.types import Bits, Indices, TensorSpec
 
 WIDE_GAPS_BELOW: Final = 0.003

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
-from deltachain.kernels import host
 from deltachain.kernels.torch_kernels import host_array
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to, specs_of
@@ -385,7 +384,7 @@ def make_codes(
 
 
 def has_kernel(where: torch.device) -> bool:
-    return where.type == "cpu" and str(host.NAME) == "numba"
+    return where.type == "cpu"
 
 
 def _by_kernel(

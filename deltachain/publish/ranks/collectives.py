@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
@@ -210,12 +209,7 @@ class Collective:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._ranks.count == 1 or not isinstance(error, FAILURES):
             return
         failure = RankFailure(type(error).__name__, repr(error)[:500])

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltachain.kernels import reference
-from deltachain.kernels.reference import Changes
+from deltachain.kernels.arrays import Changes
 from deltachain.types import BITS_DTYPES, Bits, TensorSpec
 from tests.bench import chains, codec
 from tests.bench.apply import Scene
@@ -16,6 +15,7 @@ from tests.bench.chains import TINY, ChangedTensors, Step, SyntheticChain, Tenso
 from tests.bench.detect import Data
 from tests.bench.layouts import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1, PeerLayout
 from tests.bench.report import Candidate, Timings, one_core, round_robin
+from tests.contract import reference
 from tests.support.values import present
 
 pytestmark = pytest.mark.full

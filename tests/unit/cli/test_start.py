@@ -356,9 +356,9 @@ def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, enc
         return done.stdout
 
     folder = tmp_path / "é 名"
-    tick = "✓" if encoding == "utf-8" else "ok"
+    tick = "✓" if encoding == "utf-8" else "?"
     assert run("pull", pushed.url, "--out", folder).decode(encoding).startswith(f"{tick}  version")
-    assert ("█" if encoding == "utf-8" else "#") in run("stats", pushed.url).decode(encoding)
+    assert ("█" if encoding == "utf-8" else "?") in run("stats", pushed.url).decode(encoding)
     told = json.loads(run("pull", pushed.url, "--out", folder, "--json"))
     assert told["out"] == str(folder)
 

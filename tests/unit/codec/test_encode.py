@@ -23,8 +23,9 @@ from deltachain.codec.frames import FRAME, BytePlane, StreamContent, inflate
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.format.keys import object_digest
-from deltachain.kernels import numba_kernels, reference
+from deltachain.kernels import numba_kernels
 from deltachain.types import BITS_DTYPES, WIRE_DTYPES
+from tests.contract import reference
 from tests.support.files import reader_of
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -15,7 +15,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec import container as d
 from deltachain.codec.container import TensorRow
-from deltachain.codec.encodings.max import encoding, host, tiles
+from deltachain.codec.encodings.max import decoder, encoder, encoding, tiles
 from deltachain.codec.rows import (
     SHARED_NUMEL,
     RowDigests,
@@ -30,11 +30,12 @@ from deltachain.delta import ABSOLUTE, OldBits, TensorDelta, changes
 from deltachain.errors import ConfigError, DigestMismatchError, MalformedError
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host as kernel_host
+from deltachain.kernels.arrays import WindowPlace
 from deltachain.kernels.protocol import digest_change
-from deltachain.kernels.reference import WindowPlace
 from deltachain.replica.unused_state import UnusedState
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
 from deltachain.verify import Weights
+from tests.contract import reference_tiles
 from tests.format import freeze, stranger
 from tests.format.forge import take_apart
 from tests.format.stranger import RefusedError
@@ -580,7 +581,7 @@ def check_kernels(
     starts = np.arange(0, delta.spec.numel, band)
     windows = np.stack([starts, np.minimum(band, delta.spec.numel - starts)], 1)
     args = windows, delta.indices, delta.values, old, table, grid
-    coded, again = tiles.encode_tiles(*args), host.encode_tiles(*args)
+    coded, again = reference_tiles.encode_tiles(*args), encoder.encode_tiles(*args)
     assert np.array_equal(coded.data, again.data)
     assert np.array_equal(coded.nbytes, again.nbytes)
     segments = np.zeros((len(windows), 6), np.int64)
@@ -593,14 +594,16 @@ def check_kernels(
             data[rng.integers(data.size)] ^= 1 << rng.integers(8)
         for chosen in (None, wanted):
             streams = tiles.TileStreams(data, old, table, grid, chosen)
-            found = [decoded(kernel, segments, streams) for kernel in (tiles, host)]
+            found = [decoded(kernel, segments, streams) for kernel in (reference_tiles, decoder)]
             assert found[0] == found[1]
             for box in boxes(grid, delta.spec.numel):
-                staged = [outcome(kernel, segments, streams, box) for kernel in (tiles, host)]
+                staged = [
+                    outcome(kernel, segments, streams, box) for kernel in (reference_tiles, decoder)
+                ]
                 assert staged[0] == staged[1]
                 assert (staged[0] is None) == (found[0] is None)
         if not damage:
-            whole = decoded(host, segments, tiles.TileStreams(data, old, table, grid))
+            whole = decoded(decoder, segments, tiles.TileStreams(data, old, table, grid))
             assert whole == (delta.indices.tolist(), delta.values.tolist())
 
 

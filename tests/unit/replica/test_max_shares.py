@@ -15,7 +15,6 @@ from deltachain.codec.encode import EncodedPart
 from deltachain.delta import OldBits, TensorDelta, changes
 from deltachain.errors import BaseMismatchError, OldBitsError
 from deltachain.format.keys import digest_key
-from deltachain.kernels import reference
 from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.torch_kernels import storage_bits
 from deltachain.publish import PublishConfig, Publisher
@@ -25,6 +24,7 @@ from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.unused_state import UnusedState
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
+from tests.contract import reference
 from tests.support.spools import spool_of_parts
 from tests.support.values import present
 from tests.unit.replica.replicas import SHAPES, Followed

@@ -25,7 +25,7 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key
-from deltachain.kernels import reference, torch_kernels
+from deltachain.kernels import torch_kernels
 from deltachain.kernels.torch_kernels import live_bits, storage_bits
 from deltachain.replica import fetcher, placements
 from deltachain.replica import rank as rank_module
@@ -40,6 +40,7 @@ from deltachain.replica.staged import RankStaged
 from deltachain.store import MemoryStore
 from deltachain.subscribe.targets.tensor_patch import prepare, state_of, write
 from deltachain.types import Buffer, StateDigest, TensorSpec
+from tests.contract import reference
 from tests.gpu.ranks import Bench
 from tests.support.engine import FakeModel, Sharding
 

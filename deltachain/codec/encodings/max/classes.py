@@ -21,9 +21,7 @@ from deltachain.types import Bits
 _U = np.uint64
 _intrinsic: Final[Any] = intrinsic  # untyped
 
-WORD: Final = 64
-"""Bits of a word."""
-
+WORD: Final = 64  # bits of a word
 _PAIRS, _FOURS = _U(0x5555555555555555), _U(0x3333333333333333)
 _BYTES, _LOW, _HIGH = _U(0x0F0F0F0F0F0F0F0F), _U(0x0101010101010101), _U(0x8080808080808080)
 _PLACES: Final = np.array(
@@ -93,43 +91,27 @@ def _splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, none, zeros)
 
 
-SPAN: Final = 4096
-"""Elements of a tile that are divided into classes at a time."""
-TILE_GAP: Final = SPAN + 9 * WORD
-"""Bytes between the bins of two tiles: more than a span has."""
-SPAN_WORDS: Final = SPAN // WORD
-"""Words of a span."""
-_LINE: Final = 64
-"""Bytes of a line of the caches."""
-
+SPAN: Final = 4096  # elements of a tile that are divided into classes at a time
+TILE_GAP: Final = SPAN + 9 * WORD  # bytes between the bins of two tiles: more than a span has
+SPAN_WORDS: Final = SPAN // WORD  # words of a span
+_LINE: Final = 64  # bytes of a line of the caches
 _local = threading.local()
 
 
 class ClassTable(NamedTuple):
-    """Classes of the bins of one tensor.
+    """Classes of the bins of one tensor."""
 
-    Attributes:
-        rates: ``(n,)`` rate of each class, ascending.
-        sizes: ``(256,)`` size of each bin.
-        lows: First bin of each run of consecutive bins in one class, by class.
-        spans: Number of its other bins.
-        fold: 127 if bins that differ in the highest bit alone are in one class, as codes of both
-            signs: runs are then of the lower half. Else 255.
-        kinds: Number of its class.
-        by_bin: ``(256,)`` number of each bin's class; ``NEVER`` without one.
-        common: ``(n,)`` size of the first bin of each class.
-        mixed: ``(n,)`` bool, whether bins of the class have different sizes.
-    """
-
-    rates: Bytes
-    sizes: Bytes
-    lows: Bytes
-    spans: Bytes
+    rates: Bytes  # `(n,)` rate of each class, ascending
+    sizes: Bytes  # `(256,)` size of each bin
+    lows: Bytes  # first bin of each run of consecutive bins in one class, by class
+    spans: Bytes  # number of its other bins
+    # 127 if bins that differ in the highest bit alone are in one class, as codes of both signs:
+    # runs are then of the lower half. Else 255.
     fold: np.uint8
-    kinds: npt.NDArray[np.int64]
-    by_bin: Bytes
-    common: Bytes
-    mixed: npt.NDArray[np.bool_]
+    kinds: npt.NDArray[np.int64]  # number of its class
+    by_bin: Bytes  # `(256,)` number of each bin's class; `NEVER` without one
+    common: Bytes  # `(n,)` size of the first bin of each class
+    mixed: npt.NDArray[np.bool_]  # `(n,)` bool, whether bins of the class have different sizes
 
 
 class TileClasses(NamedTuple):
@@ -155,7 +137,6 @@ def _count(bits: Any, shift: Any, mask: Any, counts: Any) -> None:
 
 
 def count_bins(bits: Bits, shift: int, mask: int) -> npt.NDArray[np.int64]:
-    """Count the elements of each bin, ``(256,)``."""
     counts = np.zeros(BINS, np.int64)
     kind = bits.dtype.type
     _count(bits, kind(shift), kind(mask), counts)

@@ -1,4 +1,4 @@
-"""Compiled kernel that decodes tiles; see :mod:`.tiles` for the reference.
+"""Compiled kernel that decodes tiles; see :mod:`.tiles`.
 
 The ranks of a class are read first, then taken to positions by the numbers of its elements before
 spans and words of the tile: neither waits for the other. Where the size of a magnitude depends on
@@ -29,9 +29,9 @@ from deltachain.codec.encodings.max.classes import (
     thread_scratch,
 )
 from deltachain.codec.encodings.max.tiles import ENDS, ESCAPE, MAGNITUDES, NEVER, RANKS, TileStreams
+from deltachain.kernels.arrays import StagedSteps, WindowPlace
 from deltachain.kernels.compiling import compiled, inlined
 from deltachain.kernels.numba_kernels import locate, move, run_stage
-from deltachain.kernels.reference import StagedSteps, WindowPlace
 from deltachain.types import Bits, Indices
 
 _U = np.uint64
@@ -40,11 +40,8 @@ _U = np.uint64
 # on.
 
 _ALL: Final = _U(0xFFFFFFFFFFFFFFFF)
-_AT_HAND: Final = WORD - 7
-"""Bits of the eight bytes around a bit, from that on, at least."""
-
-MARGIN: Final = 32
-"""Bytes that are read behind the last tile, at most; they must be zero."""
+_AT_HAND: Final = WORD - 7  # bits of the eight bytes around a bit, from that on, at least
+MARGIN: Final = 32  # bytes that are read behind the last tile, at most; they must be zero
 
 
 @inlined
@@ -163,8 +160,7 @@ def read_ranks(data: Any, span: Any, kind: Any, members: Any, out: Any) -> Any:
 
 _INVERSE_BITS: Final = 40
 """Bits of the inverse of a width, which gives the row of each of ``2**20`` elements exactly."""
-_FEW: Final = 3
-"""One bits of a word that are written without a branch."""
+_FEW: Final = 3  # one bits of a word that are written without a branch
 BROKEN: Final = (RANKS, MAGNITUDES, ENDS)
 """What is wrong with tiles for which a kernel returns -1, -2 or -3."""
 
@@ -417,7 +413,15 @@ def arguments(
 
 
 def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple[Indices, Bits]:
-    """Decode the tiles of some segments of one tensor; see the reference."""
+    """Decode the tiles of some segments of one tensor.
+
+    Args:
+        segments: ``(n, 6)``: start, length, nnz, bytes, 0 and 0 of each segment.
+
+    Returns:
+        ``(nnz,)`` flat int64 indices, strictly increasing inside the segments, and ``(nnz,)``
+        wrapping steps, none of them zero.
+    """
     nnz = int(segments[:, 2].sum())
     indices, values = slab.empty(nnz + WORD, np.int64), slab.empty(nnz, streams.old.dtype)
     held = thread_scratch(int(segments[:, 1].max(initial=0)))
@@ -458,7 +462,7 @@ def stage_tiles(
     weights: Bits,
     key: tuple[int, int],
 ) -> StagedSteps:
-    """Decode tiles, and stage the steps of the elements of a box; see the reference."""
+    """Decode tiles as :func:`decode_tiles`, and stage the steps of the elements of a box."""
     held = thread_scratch(int(segments[:, 1].max(initial=0)))
     run = partial(_stage, segments, *arguments(segments, streams, held))
     return run_stage(run, segments, (), (box, weights, key), BROKEN)

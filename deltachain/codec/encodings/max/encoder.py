@@ -1,4 +1,4 @@
-"""Compiled kernels that encode tiles; see :mod:`.tiles` for the reference."""
+"""Compiled kernels that encode tiles; see :mod:`.tiles`."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ def _rank_in(path: Any, kind: Any, there: Any) -> Any:
 
 @compiled
 def _put_distance(coded: Any, state: Any, path: Any, here: Any, there: Any) -> None:
-    """Write the distance of two ranks, or from one to the end; see the reference."""
+    """Write the distance of two ranks, or from one to the end."""
     rates, starts, spans = path
     (kind, rank), count = here, rates.shape[0]
     while kind < count:
@@ -226,7 +226,16 @@ def encode_tiles(
     table: Bytes,
     grid: TileGrid,
 ) -> CodedTiles:
-    """Encode the changes of some segments; see the reference."""
+    """Encode the changes of some segments.
+
+    Args:
+        windows: ``(n, 2)``: start and length of each segment, ascending.
+        indices: ``(nnz,)`` flat indices of changed elements, increasing, all in a segment.
+        steps: ``(nnz,)`` wrapping steps, not zero.
+        old: Bits before the change, from flat index ``grid.start`` on.
+        table: ``(512,)``: the rate of each bin, then its size; no rate of a changed element's bin
+            is ``NEVER``.
+    """
     held = thread_scratch(int(windows[:, 1].max(initial=0)))
     counts = np.diff(np.searchsorted(indices, [*windows[:, 0], int(windows[-1].sum())]))
     most = int(counts.max(initial=0))

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.encodings.max import host
 from deltachain.codec.encodings.max.table import BinCounts, table_of
 from deltachain.codec.encodings.max.tiles import (
     BINS,
@@ -29,7 +28,7 @@ from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError, OldBitsError
-from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace
+from deltachain.kernels.arrays import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec
 
 ROW_FACTORS: Final = (2, 2, 2, 3, 2)
@@ -46,9 +45,7 @@ SMALL_TILES: Final = ((2, 1 << 10), (4, 1 << 17))
 too: a rank that cuts one tile can use nothing of a delta (0.07 to 0.1 bits a change where 0.1 %
 change, for 109 and 135 M parameters in 32 and 30 layers)."""
 
-VOCABULARY: Final = 4096
-"""Rows from which a matrix may be a vocabulary."""
-
+VOCABULARY: Final = 4096  # rows from which a matrix may be a vocabulary
 PADDED_TO: Final = 64
 """Engines fill up the rows of a vocabulary to a multiple of this before they divide them."""
 
@@ -75,10 +72,11 @@ _UNUSED: Final = np.full(2 * BINS, NEVER, np.uint8)
 
 
 class Tiling(NamedTuple):
-    """Division of a matrix into tiles."""
-
     band: int
     cuts: int
+
+
+# The kernels are imported when they run: numba is slow to import, see deltachain.kernels.host.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +146,8 @@ class MaxEncoding(Encoding):
 
     @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        from deltachain.codec.encodings.max.encoder import encode_tiles  # noqa: PLC0415
+
         spec, indices, old = delta.spec, delta.indices, out.old
         if indices is None or delta.absolute.any():
             raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
@@ -170,7 +170,7 @@ class MaxEncoding(Encoding):
         so_far = out.notes.get(alike)
         so_far = out.notes[alike] = own if so_far is None else so_far + own
         table = table_of(spec, own, grid, so_far, stored)
-        coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
+        coded = encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
         out.put("tile", coded.data)
         rows = zip(kept.tolist(), counts.tolist(), coded.nbytes.tolist(), strict=True)
@@ -202,9 +202,11 @@ class MaxEncoding(Encoding):
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
+        from deltachain.codec.encodings.max.decoder import decode_tiles  # noqa: PLC0415
+
         segments, streams = self.streams_of(tensor)
         try:
-            indices, steps = host.decode_tiles(segments, streams)
+            indices, steps = decode_tiles(segments, streams)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
@@ -213,9 +215,11 @@ class MaxEncoding(Encoding):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
+        from deltachain.codec.encodings.max.decoder import stage_tiles  # noqa: PLC0415
+
         segments, streams = self.streams_of(tensor)
         try:
-            return host.stage_tiles(segments, streams, box, weights, key)
+            return stage_tiles(segments, streams, box, weights, key)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
 
@@ -223,7 +227,6 @@ class MaxEncoding(Encoding):
 def _wanted(
     tensor: TensorReader, grid: TileGrid, held: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Return which tiles a rank holds."""
     wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
     for number, segment in enumerate(tensor.segments):
         low = segment.start - grid.start

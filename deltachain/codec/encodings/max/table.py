@@ -7,7 +7,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.codec.encodings.max import host
 from deltachain.codec.encodings.max.tiles import (
     BINS,
     ESCAPE,
@@ -48,32 +47,26 @@ of the speed of ``step``."""
 
 _RATES: Final = np.arange(MAX_RATE + 1)
 
-RECENT: Final = 8
-"""Number of tables that a tensor may have in common with those before it."""
-
-SCANNED: Final = 64
-"""Number of tables among which those of its kind are looked for."""
+RECENT: Final = 8  # number of tables that a tensor may have in common with those before it
+SCANNED: Final = 64  # number of tables among which those of its kind are looked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BinCounts:
-    """Changes of one tensor, or of several, by bin of old bits.
+    """Changes of one tensor, or of several, by bin of old bits."""
 
-    Attributes:
-        changed: ``(256,)`` changed elements.
-        numel: ``(256,)`` elements.
-        size_bits: ``(256, sizes + 1)`` bits of the magnitudes for each size; the last is none.
-    """
-
-    changed: Numbers
-    numel: Numbers
+    changed: Numbers  # `(256,)` changed elements
+    numel: Numbers  # `(256,)` elements
+    # `(256, sizes + 1)` bits of the magnitudes for each size; the last is none.
     size_bits: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, old: OldBits, delta: TensorDelta, grid: TileGrid) -> "BinCounts":
         """Count the changes of a tensor, by indices and steps."""
         changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
-        numel = host.count_bins(old.bits, grid.shift, grid.mask)
+        from deltachain.codec.encodings.max.classes import count_bins  # noqa: PLC0415 - numba is slow
+
+        numel = count_bins(old.bits, grid.shift, grid.mask)
         return cls(np.bincount(changed, minlength=BINS), numel, _size_bits(changed, delta.values))
 
     def __add__(self, other: "BinCounts") -> "BinCounts":

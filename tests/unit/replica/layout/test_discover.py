@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError, TensorMismatchError
-from deltachain.kernels import numba_kernels, reference, torch_kernels
+from deltachain.kernels import numba_kernels, torch_kernels
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
 from deltachain.replica.layout.module_members import (
@@ -27,6 +27,7 @@ from deltachain.replica.layout.module_members import (
     undisturbed,
 )
 from deltachain.replica.layout.reloads import separating
+from tests.contract import reference
 from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.conftest import Make
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
