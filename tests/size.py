@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(51_620, 232, 0.09),
-    "tests": Size(81_340, 347, 1.0),
+    "wheel": Size(51_705, 232, 0.09),
+    "tests": Size(81_365, 347, 1.0),
 }
 
 

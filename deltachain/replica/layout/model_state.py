@@ -25,8 +25,8 @@ from .module_members import (
     Fingerprints,
     Members,
     MemoryIndex,
-    Saved,
     SavedBits,
+    SavedModel,
     in_threads,
     is_opaque,
     numbers_in,
@@ -238,7 +238,7 @@ class ModelState:
         self,
         model: EngineModel,
         source: LoadedCheckpoint,
-        saved: Saved | None = None,
+        saved: SavedModel | None = None,
         layers: frozenset[str] | None = None,
     ) -> None:
         self.model, self.source = model, source

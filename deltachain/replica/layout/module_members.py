@@ -395,7 +395,7 @@ def fingerprint(tensor: Tensor) -> StateDigest:
     return found + host.digest(_KEY, host_array(rest, np.uint8), end)
 
 
-class Saved(NamedTuple):
+class SavedModel(NamedTuple):
     """The members and bits of a model, to be put back."""
 
     members: Members
@@ -407,11 +407,11 @@ def undisturbed(
     modules: Iterable[nn.Module],
     tensors: Mapping[str, Tensor],
     again: Mapping[int, Callable[[], object]] = MappingProxyType({}),
-) -> Iterator[Saved]:
+) -> Iterator[SavedModel]:
     """Restore the members of some modules and the bits of some tensors, whatever the body does."""
     members, bits = Members(modules), SavedBits(tensors, again)
     try:
-        yield Saved(members, bits)
+        yield SavedModel(members, bits)
     finally:
         members.put_back()
         bits.put_back()

@@ -10,7 +10,7 @@ from torch import nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import object_digest
-from deltachain.replica.layout import kept_proof
+from deltachain.replica.layout import derived, kept_proof, reloads
 from deltachain.replica.layout.discover import Layout, discover
 from deltachain.replica.layout.kept_proof import KEPT, find_layout
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
@@ -84,6 +84,20 @@ def test_a_folder_and_a_file_are_this_users(start: Starts, tmp_path: Path) -> No
     start()
     assert (tmp_path / "proofs").stat().st_mode & 0o777 == 0o700
     assert kept(tmp_path).read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("part", [1, 300])
+def test_models_are_tried_alike_whole_and_in_parts(
+    start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    first = start()
+    kept(tmp_path).unlink()
+    for module in (derived, reloads):
+        monkeypatch.setattr(module, "PART", part)
+    again = start()
+    assert again.discovered
+    assert again.layout.report() == first.layout.report()
+    assert again.layout.groups == first.layout.groups
 
 
 # Forgeries, of which none is believed
