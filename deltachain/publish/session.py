@@ -655,9 +655,9 @@ def _difference(session: Session, head: Committed) -> Diff | None:
 def _compare(
     fetched: Fetched, source: ModelTensors, snapshot: Snapshot
 ) -> Iterator[tuple[str, Changes]]:
+    """Yield what changed of each tensor, compared a window at a time."""
     for weight in source.weights:
-        bits = snapshot.bits(weight)
-        then = np.empty_like(bits)
+        bits, found = snapshot.bits(weight), list[Changes]()
         values, read = bits, ""
         for window in weight.element_map.windows(WINDOW_NUMEL):
             name, places = window.spec.name, window.indices
@@ -667,7 +667,11 @@ def _compare(
                     raise errors.BrokenChainError(f"{name}: the chain has not the whole tensor")
                 values, read = delta.values, name
             there = slice(places.start, places.stop) if isinstance(places, range) else places
-            then[window.select] = values[there]
-        changes = host.diff_(then, bits)
-        if changes.indices.size:
-            yield weight.spec.name, changes
+            at, then = window.select, np.array(values[there])
+            one = host.diff_(then, bits[at])
+            whole = one.indices + at.start if isinstance(at, slice) else at[one.indices]
+            found += [one._replace(indices=whole)] if whole.size else []
+        if found:
+            indices, old, new = map(np.concatenate, zip(*found, strict=True))
+            order = np.argsort(indices, kind="stable")  # of a fused weight, windows interleave
+            yield weight.spec.name, Changes(indices[order], old[order], new[order])
