@@ -21,7 +21,7 @@ from deltachain.codec.frames import (
     deflate_directory,
     largest_frame,
 )
-from deltachain.codec.rows import is_compact, share, with_short_rows
+from deltachain.codec.rows import has_compact, share, with_short_rows
 from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest
@@ -337,7 +337,7 @@ def _stored(document: bytes, directory: d.Directory, *, compress: bool) -> bytes
     """Return a directory as it is stored; where bytes matter more than time, in fewer bytes."""
     if not compress:
         return document + b" " * (-len(document) % 8)
-    smallest = any(map(is_compact, directory.tensors))
+    smallest = has_compact(directory.tensors)
     return deflate_directory(document, smallest=smallest)
 
 

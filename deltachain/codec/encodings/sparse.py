@@ -63,8 +63,9 @@ class SparseEncoding(Encoding):
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         limit = (1 << 8 * row.gap) - 1
-        fits = segment.nnz <= segment.gaps <= segment.nnz + segment.length // limit
-        return fits and segment.exceptions <= (segment.nnz if self.has_exceptions else 0)
+        most = segment.nnz + segment.length // limit
+        fits = (segment.nnz <= segment.gaps) & (segment.gaps <= most)
+        return fits & (segment.exceptions <= (segment.nnz if self.has_exceptions else 0))
 
     @override
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
@@ -140,6 +141,7 @@ class OverwriteEncoding(SparseEncoding):
     """New bits in ``value.k``: larger than steps, but the reader needs no base."""
 
     name: ClassVar[str] = "overwrite"
+    columns: ClassVar[bool] = True
 
     @override
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
@@ -169,6 +171,7 @@ class StepEncoding(SparseEncoding):
     has_exceptions: ClassVar[bool] = True
     checked: ClassVar[bool] = True
     stages: ClassVar[bool] = True
+    columns: ClassVar[bool] = True
 
     @override
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
