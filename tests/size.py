@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_760, 234, 0.09),
-    "tests": Size(80_810, 347, 1.0),
+    "wheel": Size(53_310, 236, 0.09),
+    "tests": Size(81_040, 347, 1.0),
 }
 
 

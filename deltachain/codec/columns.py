@@ -37,19 +37,8 @@ class Kind(NamedTuple):
     numel: int
 
 
-class Placed(NamedTuple):
-    """A row with its segments, and its start and length in each stream of its bucket."""
-
-    spec: TensorSpec
-    row: d.TensorRow
-    encoding: Encoding
-    segments: tuple[d.Segment, ...]
-    starts: Mapping[str, int]
-    lengths: Mapping[str, int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class RowColumns:
     """All rows and segments of a part, checked.
 
     Attributes:
@@ -60,6 +49,8 @@ class Columns:
         bucket: ``(n,)`` bucket of each row.
         first: ``(n + 1,)`` number of the first segment of each row, and the number of segments.
         segments: ``(segments, 6)`` start, length, nnz, gaps, exceptions and wide.
+        before: ``(segments, 6)`` sums of these over the segments of the same row before each.
+        turn: ``(segments,)`` position of each segment among all, by bucket, then by row.
         starts: ``(n,)`` start of each row in the streams of its bucket, by stream, in its unit.
         lengths: ``(n,)`` length of each row in each stream; 0 in streams that its kind has not.
         streams: Names of the streams of each kind.
@@ -73,6 +64,8 @@ class Columns:
     bucket: Numbers
     first: Numbers
     segments: Numbers
+    before: Numbers
+    turn: Numbers
     starts: Mapping[str, Numbers]
     lengths: Mapping[str, Numbers]
     streams: Sequence[Sequence[str]]
@@ -81,19 +74,20 @@ class Columns:
     def encoding(self, name: str) -> Encoding:
         return self.kinds[int(self.kind[self.number[name]])].encoding
 
-    def placed(self, name: str) -> Placed:
+    def placed(
+        self, name: str
+    ) -> tuple[tuple[d.Segment, ...], Mapping[str, int], Mapping[str, int]]:
+        """Return the segments of a row, and its start and length in each stream."""
         n = self.number[name]
-        row, kind, streams = self.rows[n], self.kinds[self.kind[n]], self.streams[self.kind[n]]
         own = self.segments[self.first[n] : self.first[n + 1]].tolist()
         starts, lengths = (
-            {stream: int(some[stream][n]) for stream in streams}
+            {stream: int(some[stream][n]) for stream in self.streams[int(self.kind[n])]}
             for some in (self.starts, self.lengths)
         )
-        mine = tuple(d.Segment(*one) for one in own)
-        return Placed(row.spec, row, kind.encoding, mine, starts, lengths)
+        return tuple(d.Segment(*one) for one in own), starts, lengths
 
 
-def columns_of(directory: d.Directory, *, compressed: bool, key: str) -> Columns:
+def columns_of(directory: d.Directory, *, compressed: bool, key: str) -> RowColumns:
     """Check all rows and segments, and determine the place of each row in every stream."""
     rows = directory.tensors
     number = {row.name: n for n, row in enumerate(rows)}
@@ -111,9 +105,13 @@ def columns_of(directory: d.Directory, *, compressed: bool, key: str) -> Columns
     lengths, streams = _lengths(rows, kinds, kind, (first, segments), key)
     bucket = np.array([row.bucket for row in rows], np.int64)
     starts, ends = _starts(bucket, lengths, key)
-    return Columns(
-        rows, number, kinds, kind, bucket, first, segments, starts, lengths, streams, ends
-    )
+    owner = np.repeat(np.arange(len(rows)), np.diff(first))
+    total = np.cumsum(segments, axis=0) - segments
+    before = total - total[first[owner]]
+    turn = np.empty(len(owner), np.int64)
+    turn[np.argsort(bucket[owner], kind="stable")] = np.arange(len(owner))
+    placed = kind, bucket, first, segments, before, turn
+    return RowColumns(rows, number, kinds, *placed, starts, lengths, streams, ends)
 
 
 def _kind(row: d.TensorRow, *, compressed: bool, key: str) -> Kind:
@@ -138,7 +136,7 @@ def _check_row(row: d.TensorRow, kind: Kind, key: str) -> None:
 def _segments(
     directory: d.Directory, kinds: Sequence[Kind], kind: Numbers, key: str
 ) -> tuple[Numbers, Numbers]:
-    """Return :attr:`Columns.first` and the segments, each inside its tensor and in order."""
+    """Return :attr:`RowColumns.first` and the segments, each inside its tensor and in order."""
     rows, columns = directory.tensors, msgspec.structs.astuple(directory.segments)
     count = len(columns[0])
     if any(len(column) != count for column in columns):
@@ -169,7 +167,7 @@ def _segments(
 
 
 def sums(column: Numbers, first: Numbers) -> Numbers:
-    """Add up a column of segments for each row; see :attr:`Columns.first`."""
+    """Add up a column of segments for each row; see :attr:`RowColumns.first`."""
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(column)])
     found: Numbers = total[first[1:]] - total[first[:-1]]
     return found

@@ -8,7 +8,7 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.codec import container as d
-from deltachain.codec.columns import Columns, columns_of
+from deltachain.codec.columns import RowColumns, columns_of
 from deltachain.codec.container import (
     Entry,
     Header,
@@ -129,19 +129,20 @@ class Part:
         self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None
     ) -> TensorReader:
         """Return a reader of the segments of a tensor; see :meth:`read`."""
-        tensor = self.columns.placed(name)
-        kept, starts, lengths = tensor.segments, tensor.starts, tensor.lengths
+        row, encoding = self.rows[name], self.columns.encoding(name)
+        kept, starts, lengths = self.columns.placed(name)
         if near is not None and kept:
             first, last = d.segments_near(kept, *near)
             if (first, last) != (0, len(kept)):
-                before = tensor.encoding.streams(tensor.row, kept[:first])
-                shared = tensor.encoding.shared
-                starts = {n: at + before[n] * (n not in shared) for n, at in starts.items()}
+                before = encoding.streams(row, kept[:first])
+                starts = {
+                    n: at + before[n] * (n not in encoding.shared) for n, at in starts.items()
+                }
                 kept = kept[first:last]
-                lengths = tensor.encoding.streams(tensor.row, kept)
+                lengths = encoding.streams(row, kept)
         return TensorReader(
-            spec=tensor.spec,
-            row=tensor.row,
+            spec=row.spec,
+            row=row,
             segments=kept,
             is_part=near is not None,
             key=self.key,
@@ -150,6 +151,22 @@ class Part:
             ends=self.columns.ends,
             streams=self._streams,
             old=old,
+        )
+
+    def run(
+        self, row: d.TensorRow, starts: Mapping[str, int], lengths: Mapping[str, int]
+    ) -> TensorReader:
+        """Return a reader of ranges of the streams of a row's bucket, in the unit of each."""
+        return TensorReader(
+            spec=row.spec,
+            row=row,
+            segments=(),
+            is_part=True,
+            key=self.key,
+            starts=starts,
+            lengths=lengths,
+            ends=self.columns.ends,
+            streams=self._streams,
         )
 
     def _decode(self, name: str, near: tuple[int, int] | None, old: OldBits | None) -> TensorDelta:
@@ -250,7 +267,7 @@ def _frames(
 
 
 def _check_streams(
-    columns: Columns, header: Header, streams: Mapping[str, StreamReader], key: str
+    columns: RowColumns, header: Header, streams: Mapping[str, StreamReader], key: str
 ) -> None:
     """Check that the streams are exactly those of the tensors, each of the right length."""
     sizes = {name: _nbytes(name, units) for name, units in columns.ends.items()}

@@ -296,19 +296,34 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
     weights[indices] = bits
 
 
-def stage_steps(
-    segments: npt.NDArray[np.int64],
-    streams: StepStreams,
-    box: WindowPlace,
-    weights: Bits,
-    key: tuple[int, int],
-) -> StagedSteps:
-    """Decode segments as :func:`decode_steps`, and stage the steps of the elements of a box.
+class BrokenSegmentError(ValueError):
+    """A segment of a batch breaks a rule of its encoding; ``number`` is its row in the table."""
 
-    Args:
-        weights: ``(n,)`` live bits; not written.
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+class StagedBatch(NamedTuple):
+    """Changes of many tensors, ready to write; the totals of ``(n,)`` elements.
+
+    Attributes:
+        positions: ``(n,)`` int64 positions in the storages, grouped by block.
+        old: ``(n,)`` old bits.
+        new: ``(n,)`` new bits.
+        blocks: ``(blocks, 3)`` int64: number of the placement, first position and count.
+        sums: ``(slots, 5)`` uint64: lanes of the new and of the old bits, and number of elements.
     """
-    return stage_changes(*decode_steps(segments, streams), box, weights, key)
+
+    positions: Indices
+    old: Bits
+    new: Bits
+    blocks: npt.NDArray[np.int64]
+    sums: npt.NDArray[np.uint64]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self)
 
 
 def stage_changes(

@@ -15,7 +15,7 @@ from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.kernels.reference import Changes, StagedSteps, StepStreams, WindowPlace
+from deltachain.kernels.reference import Changes, StepStreams
 from deltachain.types import Bits, Indices, TensorSpec
 
 WIDE_GAPS_BELOW: Final = 0.003
@@ -170,7 +170,6 @@ class StepEncoding(SparseEncoding):
     absolute: ClassVar[bool] = False
     has_exceptions: ClassVar[bool] = True
     checked: ClassVar[bool] = True
-    stages: ClassVar[bool] = True
     columns: ClassVar[bool] = True
 
     @override
@@ -220,16 +219,6 @@ class StepEncoding(SparseEncoding):
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
-
-    @override
-    def stage(
-        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
-    ) -> StagedSteps:
-        segments, streams = self.streams_of(tensor)
-        try:
-            return host.stage_steps(segments, streams, box, weights, key)
-        except ValueError as exc:
-            raise tensor.malformed(str(exc)) from exc
 
     @override
     def read_values(self, tensor: TensorReader) -> Bits:
