@@ -172,11 +172,11 @@ def _encode_change(
     change: Change, encoding: Encoding, out: BucketWriter
 ) -> tuple[Encoding, EncodedTensor]:
     """Append a change to a bucket; return the encoding that was used."""
-    before = out.lengths()
     out.old = change.old() if encoding.needs_old and change.old else None
-    tensor = encoding.encode(change.delta, out)
     if not (encoding.needs_old and change.may_be_step):
-        return encoding, tensor
+        return encoding, encoding.encode(change.delta, out)
+    before = out.lengths()
+    tensor = encoding.encode(change.delta, out)
     alone = BucketWriter()
     step = _STEP.encode(change.delta, alone)
     if _stored_nbytes(alone) >= sum(segment.gaps for segment in tensor.segments):

@@ -468,6 +468,9 @@ BLOCK: Final = 512
 """Elements compared at a time, few enough for a fully unrolled comparison with short memory stalls:
 at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
 
+SMALLEST: Final = 4 * BLOCK
+"""Elements of the smallest buffer of changes."""
+
 _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 """Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""
 
@@ -517,12 +520,15 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
     """
     found: list[Changes] = []
-    size = max(4 * BLOCK, snapshot.size // 32)
+    size = max(SMALLEST, snapshot.size // 32)
     at, dtype = 0, snapshot.dtype
     while not found or 0 <= at < snapshot.size:
         indices, old, new = np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
         at, count = kernel(at, (indices, old, new))
-        found.append(Changes(indices[:count], old[:count], new[:count]))
+        indices, old, new = indices[:count], old[:count], new[:count]
+        if size == SMALLEST:  # thousands of small tensors would hold a buffer each
+            indices, old, new = indices.copy(), old.copy(), new.copy()
+        found.append(Changes(indices, old, new))
     if at < 0:
         for changes in found:
             snapshot[changes.indices] = changes.old
