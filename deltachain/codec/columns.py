@@ -72,16 +72,16 @@ class RowColumns:
     ends: Mapping[str, int]
 
     def encoding(self, name: str) -> Encoding:
-        return self.kinds[int(self.kind[self.number[name]])].encoding
+        return self.kinds[self.kind.item(self.number[name])].encoding
 
     def placed(
         self, name: str
     ) -> tuple[tuple[d.Segment, ...], Mapping[str, int], Mapping[str, int]]:
         """Return the segments of a row, and its start and length in each stream."""
         n = self.number[name]
-        own = self.segments[self.first[n] : self.first[n + 1]].tolist()
+        own = self.segments[self.first.item(n) : self.first.item(n + 1)].tolist()
         starts, lengths = (
-            {stream: int(some[stream][n]) for stream in self.streams[int(self.kind[n])]}
+            {stream: some[stream].item(n) for stream in self.streams[self.kind.item(n)]}
             for some in (self.starts, self.lengths)
         )
         return tuple(d.Segment(*one) for one in own), starts, lengths
