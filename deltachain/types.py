@@ -86,21 +86,22 @@ class TensorSpec:
         return BITS_DTYPES[self.itemsize]
 
 
-_Spec: TypeAlias = TensorSpec | tuple[str, tuple[int, ...]] | None
+FoundSpec: TypeAlias = TensorSpec | tuple[str, tuple[int, ...]] | None
 """Dtype and shape of a tensor; ``None`` if there is no such tensor."""
 
 
-def mismatch(name: str, found: _Spec, where: object, expected: _Spec, there: object) -> str:
+def mismatch(name: str, found: FoundSpec, where: object, expected: FoundSpec, there: object) -> str:
     """Describe how a tensor of one name differs in dtype or shape in two places; empty if not."""
-    one, other = _described(found), _described(expected)
-    return "" if one == other else f"{name!r} is {one} in {where}, {other} in {there}"
+    if _form(found) == _form(expected):
+        return ""
+    return f"{name!r} is {_described(found)} in {where}, {_described(expected)} in {there}"
 
 
 def check_spec(
     name: str,
-    found: _Spec,
+    found: FoundSpec,
     where: object,
-    expected: _Spec,
+    expected: FoundSpec,
     there: object = "the chain",
     *,
     hint: str = "",
@@ -110,11 +111,13 @@ def check_spec(
         raise TensorMismatchError(message, tensor=name, hint=hint)
 
 
-def _described(tensor: _Spec) -> str:
-    if tensor is None:
-        return "missing"
-    dtype, shape = (tensor.dtype, tensor.shape) if isinstance(tensor, TensorSpec) else tensor
-    return f"{dtype}{list(shape)}"
+def _form(tensor: FoundSpec) -> tuple[str, tuple[int, ...]] | None:
+    return (tensor.dtype, tensor.shape) if isinstance(tensor, TensorSpec) else tensor
+
+
+def _described(tensor: FoundSpec) -> str:
+    form = _form(tensor)
+    return "missing" if form is None else f"{form[0]}{list(form[1])}"
 
 
 _LANE: Final = 1 << 64

@@ -33,7 +33,7 @@ from deltachain.kernels import host
 from deltachain.store import Store
 from deltachain.store.base import check_nbytes, not_found
 from deltachain.threads import Pool, cores
-from deltachain.types import Bits, Buffer, StateDigest, TensorSpec, mismatch
+from deltachain.types import Bits, Buffer, FoundSpec, StateDigest, TensorSpec, mismatch
 
 LOST: Final = (
     "a lifecycle rule or a user removed it: restore it from a backup, or restart the publisher, "
@@ -326,7 +326,7 @@ def fetching(  # noqa: PLR0913 - where objects come from, and where they are mea
         held = hold or edge.base is not None
         part = fetch_part(chain.store, ref, corrupt, hold=held, room=beside)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
-        rows = {name: row.spec for name, row in part.rows.items()}
+        rows = {name: (row.dtype, row.shape) for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
         progress(ref.nbytes)
         times.append(time.perf_counter())
@@ -386,7 +386,7 @@ def _bits_after(folded: Sequence[TensorDelta], old: Callable[[], Bits] | None) -
 
 
 def _check_specs(
-    needed: Mapping[str, TensorSpec],
+    needed: Mapping[str, FoundSpec],
     where: str,
     known: Mapping[str, TensorSpec],
     there: str,

@@ -6,7 +6,7 @@ would have a different digest in each process, and it copies the data it reads.
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -87,33 +87,11 @@ class Segment:
     wide: int = 0
 
 
-def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
-    """Iterate over the rows of the columns, each created on demand."""
-    fields = (
-        columns.start,
-        columns.length,
-        columns.nnz,
-        columns.gaps,
-        columns.exceptions,
-        columns.wide,
-    )
-    if len({len(field) for field in fields}) > 1:
-        raise ValueError("segment columns differ in length")
-    return (Segment(*row) for row in zip(*fields, strict=True))
-
-
 def segments_near(segments: Sequence[Segment], low: int, high: int) -> tuple[int, int]:
     """Return which segments, first and behind the last, have elements in ``[low, high)``."""
     first = bisect_right(segments, low, key=lambda s: s.start + s.length)
     last = bisect_left(segments, high, key=lambda s: s.start)
     return first, max(first, last)
-
-
-def is_inside(segment: Segment, numel: int) -> bool:
-    """Return whether a segment lies inside its tensor and its counts are possible."""
-    if not 0 < segment.nnz <= segment.length <= SEGMENT:
-        return False
-    return segment.start + segment.length <= numel and segment.wide <= segment.exceptions
 
 
 def columns_of(segments: list[Segment]) -> SegmentColumns:

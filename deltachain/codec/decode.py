@@ -1,13 +1,14 @@
 """Decoding of a part to deltas; all input is untrusted until verified (FORMAT.md 3 and 4)."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 
 from deltachain import errors
 from deltachain.codec import container as d
+from deltachain.codec.columns import RowColumns, columns_of
 from deltachain.codec.container import (
     Entry,
     Header,
@@ -18,25 +19,13 @@ from deltachain.codec.container import (
     write_header,
 )
 from deltachain.codec.encode import FORMAT
-from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
+from deltachain.codec.encodings import ENCODINGS, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.codec.rows import check_digests, with_full_rows, with_short_rows
 from deltachain.delta import OldBits, TensorDelta
 from deltachain.format.documents import decode
 from deltachain.format.keys import object_digest
-from deltachain.types import Buffer, TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A row with its segments, and its start and length in each stream of its bucket."""
-
-    spec: TensorSpec
-    row: d.TensorRow
-    encoding: Encoding
-    segments: tuple[d.Segment, ...]
-    starts: Mapping[str, int]
-    lengths: Mapping[str, int]
+from deltachain.types import Buffer
 
 
 class _Source:
@@ -55,6 +44,7 @@ class Part:
 
     Attributes:
         digest: blake3 of the front of the file, as stored in it.
+        columns: Rows and segments of the directory, checked.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
@@ -65,14 +55,14 @@ class Part:
         self.digest = _check_front(header, read_at, key)
         self._front_nbytes = header.entries["digest"].stop
         self.directory = _read_directory(header, read_at, compressed=self.compressed, key=key)
-        self._tensors = _place(self.directory, compressed=self.compressed, key=key)
-        self.rows = MappingProxyType({name: t.row for name, t in self._tensors.items()})
+        self.columns = columns_of(self.directory, compressed=self.compressed, key=key)
+        _check_digests(self.directory, key)
+        self.rows = MappingProxyType(dict(zip(self.columns.number, self.columns.rows, strict=True)))
         self._streams = {
             row.name: StreamReader(frames, read_at, compressed=self.compressed, key=key)
             for row, frames in _frames(self.directory, header, compressed=self.compressed, key=key)
         }
-        self._ends = _bucket_streams(self._tensors.values())
-        _check_streams(self._tensors, header, self._streams, self._ends, key)
+        _check_streams(self.columns, header, self._streams, key)
 
     @classmethod
     def from_bytes(cls, data: Buffer, *, key: str = "") -> "Part":
@@ -105,12 +95,12 @@ class Part:
         for row in self.directory.streams:
             for number in range(len(row.stored)):
                 self._streams[row.name].check(number)
-        for name in self._tensors:
+        for name in self.rows:
             if not self.needs_old(name):
                 self.read(name)
 
     def __iter__(self) -> Iterator[TensorDelta]:
-        return (self.read(name) for name in self._tensors)
+        return (self.read(name) for name in self.rows)
 
     def read(
         self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None
@@ -122,8 +112,8 @@ class Part:
         of all elements in ``near``, for encodings that need them.
         """
         try:
-            delta = self._decode(self._tensors[name], near, old)
-            if self._tensors[name].encoding.checked:
+            delta = self._decode(name, near, old)
+            if self.columns.encoding(name).checked:
                 return delta
             return delta.validate(in_part=near is not None)
         except errors.MalformedError as exc:
@@ -133,44 +123,60 @@ class Part:
 
     def needs_old(self, name: str) -> bool:
         """Return whether :meth:`read` needs the old bits of a tensor."""
-        return self._tensors[name].encoding.decodes_with_old(self.rows[name])
+        return self.columns.encoding(name).decodes_with_old(self.rows[name])
 
     def reader(
         self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None
     ) -> TensorReader:
         """Return a reader of the segments of a tensor; see :meth:`read`."""
-        tensor = self._tensors[name]
-        kept, starts, lengths = tensor.segments, tensor.starts, tensor.lengths
+        row, encoding = self.rows[name], self.columns.encoding(name)
+        kept, starts, lengths = self.columns.placed(name)
         if near is not None and kept:
             first, last = d.segments_near(kept, *near)
             if (first, last) != (0, len(kept)):
-                before = tensor.encoding.streams(tensor.row, kept[:first])
-                shared = tensor.encoding.shared
-                starts = {n: at + before[n] * (n not in shared) for n, at in starts.items()}
+                before = encoding.streams(row, kept[:first])
+                starts = {
+                    n: at + before[n] * (n not in encoding.shared) for n, at in starts.items()
+                }
                 kept = kept[first:last]
-                lengths = tensor.encoding.streams(tensor.row, kept)
+                lengths = encoding.streams(row, kept)
         return TensorReader(
-            spec=tensor.spec,
-            row=tensor.row,
+            spec=row.spec,
+            row=row,
             segments=kept,
             is_part=near is not None,
             key=self.key,
             starts=starts,
             lengths=lengths,
-            ends=self._ends,
+            ends=self.columns.ends,
             streams=self._streams,
             old=old,
         )
 
-    def _decode(
-        self, tensor: _Tensor, near: tuple[int, int] | None, old: OldBits | None
-    ) -> TensorDelta:
-        reader = self.reader(tensor.spec.name, near, old=old)
-        expected = sum(s.nnz for s in reader.segments) if tensor.segments else tensor.row.nnz
-        delta = tensor.encoding.decode(reader)
+    def run(
+        self, row: d.TensorRow, starts: Mapping[str, int], lengths: Mapping[str, int]
+    ) -> TensorReader:
+        """Return a reader of ranges of the streams of a row's bucket, in the unit of each."""
+        return TensorReader(
+            spec=row.spec,
+            row=row,
+            segments=(),
+            is_part=True,
+            key=self.key,
+            starts=starts,
+            lengths=lengths,
+            ends=self.columns.ends,
+            streams=self._streams,
+        )
+
+    def _decode(self, name: str, near: tuple[int, int] | None, old: OldBits | None) -> TensorDelta:
+        reader = self.reader(name, near, old=old)
+        row = reader.row
+        expected = sum(s.nnz for s in reader.segments) if row.segments else row.nnz
+        delta = self.columns.encoding(name).decode(reader)
         is_part = old is not None and old.held is not None  # some tiles may be of other ranks
         fits = delta.nnz == expected or (is_part and delta.nnz < expected)
-        if delta.spec != tensor.spec or not fits:
+        if delta.spec != reader.spec or not fits:
             raise reader.malformed(f"decodes to {delta.nnz} elements of {expected}")
         return delta
 
@@ -238,75 +244,11 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
     return directory
 
 
-def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _Tensor]:
-    """Determine and check each tensor's segments and its start in every stream."""
-    try:
-        segments = d.segments_of(directory.segments)
-    except ValueError as exc:
-        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
-    tensors: dict[str, _Tensor] = {}
-    reached: dict[int, dict[str, int]] = {}
-    for row in directory.tensors:
-        if row.name in tensors:
-            raise errors.MalformedError(f"{key}: two rows for tensor {row.name!r}", key=key)
-        encoding = ENCODINGS.get(row.encoding, key=key)
-        if compressed and encoding.own_arrays:
-            raise errors.MalformedError(
-                f"{key}: {row.name!r}: encoding {row.encoding!r} in a compressed part", key=key
-            )
-        spec = _check_row(row, encoding, key)
-        own = encoding.own_arrays
-        mine = () if own else _take_segments(row, spec.numel, encoding, segments, key)
-        at = reached.setdefault(row.bucket, {})
-        lengths = {} if own else encoding.streams(row, mine)
-        starts = {name: at.get(name, 0) for name in lengths}
-        tensors[row.name] = _Tensor(spec, row, encoding, mine, starts, lengths)
-        for name, length in lengths.items():
-            at[name] = at.get(name, 0) + length
-    if next(segments, None) is not None:
-        raise errors.MalformedError(f"{key}: more segments than the tensors have", key=key)
+def _check_digests(directory: d.Directory, key: str) -> None:
     try:
         check_digests(directory.tensors)
     except errors.ConfigError as exc:
         raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
-    return tensors
-
-
-def _check_row(row: d.TensorRow, encoding: Encoding, key: str) -> TensorSpec:
-    try:
-        spec = row.spec
-    except errors.ConfigError as exc:
-        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
-    fits = not encoding.own_arrays or row.gap == row.bucket == row.segments == 0
-    if not fits or not encoding.fits_row(row, spec.numel):
-        raise _inconsistent(row, key)
-    return spec
-
-
-def _take_segments(
-    row: d.TensorRow, numel: int, encoding: Encoding, segments: Iterator[d.Segment], key: str
-) -> tuple[d.Segment, ...]:
-    """Take the segments of one row from the iterator.
-
-    Each is checked before the next is created, so that malicious columns take no memory.
-    """
-    mine: list[d.Segment] = []
-    at = 0
-    while len(mine) < row.segments:
-        segment = next(segments, None)
-        if segment is None or segment.start < at or not d.is_inside(segment, numel):
-            raise _inconsistent(row, key)
-        if not encoding.fits_segment(row, segment):
-            raise _inconsistent(row, key)
-        mine.append(segment)
-        at = segment.start + segment.length
-    if row.nnz != sum(s.nnz for s in mine):
-        raise _inconsistent(row, key)
-    return tuple(mine)
-
-
-def _inconsistent(row: d.TensorRow, key: str) -> errors.MalformedError:
-    return errors.MalformedError(f"{key}: inconsistent row of tensor {row.name!r}", key=key)
 
 
 def _frames(
@@ -325,18 +267,15 @@ def _frames(
 
 
 def _check_streams(
-    tensors: Mapping[str, _Tensor],
-    header: Header,
-    streams: Mapping[str, StreamReader],
-    ends: Mapping[str, int],
-    key: str,
+    columns: RowColumns, header: Header, streams: Mapping[str, StreamReader], key: str
 ) -> None:
     """Check that the streams are exactly those of the tensors, each of the right length."""
-    sizes = {name: _nbytes(name, units) for name, units in ends.items()}
+    sizes = {name: _nbytes(name, units) for name, units in columns.ends.items()}
     arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for tensor in tensors.values():
-        own = tensor.encoding.arrays(tensor.row) if tensor.encoding.own_arrays else {}
-        for name, form in own.items():
+    owners = [n for n, kind in enumerate(columns.kinds) if kind.encoding.own_arrays]
+    for n in np.flatnonzero(np.isin(columns.kind, owners)).tolist():
+        row = columns.rows[n]
+        for name, form in columns.encoding(row.name).arrays(row).items():
             if name in sizes or name in arrays:
                 raise errors.MalformedError(f"{key}: two streams are named {name!r}", key=key)
             arrays[name] = form
@@ -352,16 +291,6 @@ def _check_streams(
 
 def _nbytes(name: str, units: int) -> int:
     return (units + 7) // 8 if d.in_bits(name.partition(".")[2]) else units
-
-
-def _bucket_streams(tensors: Iterable[_Tensor]) -> dict[str, int]:
-    ends: dict[str, int] = {}
-    for tensor in tensors:
-        for stream, units in tensor.lengths.items():
-            end = tensor.starts[stream] + units
-            if end:
-                ends[d.stream_name(tensor.row.bucket, stream)] = end
-    return ends
 
 
 Range = tuple[int, int]

@@ -21,7 +21,7 @@ from deltachain.codec.frames import (
     deflate_directory,
     largest_frame,
 )
-from deltachain.codec.rows import is_compact, share, with_short_rows
+from deltachain.codec.rows import has_compact, share, with_short_rows
 from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest
@@ -163,11 +163,11 @@ def _encode_change(
     change: Change, encoding: Encoding, out: BucketWriter
 ) -> tuple[Encoding, EncodedTensor]:
     """Append a change to a bucket; return the encoding that was used."""
-    before = out.lengths()
     out.old = change.old() if encoding.needs_old and change.old else None
-    tensor = encoding.encode(change.delta, out)
     if not (encoding.needs_old and change.may_be_step):
-        return encoding, tensor
+        return encoding, encoding.encode(change.delta, out)
+    before = out.lengths()
+    tensor = encoding.encode(change.delta, out)
     alone = BucketWriter()
     step = _STEP.encode(change.delta, alone)
     if _stored_nbytes(alone) >= sum(segment.gaps for segment in tensor.segments):
@@ -328,7 +328,7 @@ def _stored(document: bytes, directory: d.Directory, *, compress: bool) -> bytes
     """Return a directory as it is stored; where bytes matter more than time, in fewer bytes."""
     if not compress:
         return document + b" " * (-len(document) % 8)
-    smallest = any(map(is_compact, directory.tensors))
+    smallest = has_compact(directory.tensors)
     return deflate_directory(document, smallest=smallest)
 
 

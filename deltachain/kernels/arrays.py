@@ -70,3 +70,26 @@ class StagedSteps(NamedTuple):
     new: Bits  # `(n,)` new bits
     added: StateDigest  # state digest of the new bits
     removed: StateDigest  # state digest of the old bits
+
+
+class BrokenSegmentError(ValueError):
+    """A segment of a batch breaks a rule of its encoding; ``number`` is its row in the table."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+class StagedBatch(NamedTuple):
+    """Changes of many tensors, ready to write; the totals of ``(n,)`` elements."""
+
+    positions: Indices  # `(n,)` int64 positions in the storages, grouped by block
+    old: Bits  # `(n,)` old bits
+    new: Bits  # `(n,)` new bits
+    blocks: npt.NDArray[np.int64]  # `(blocks, 3)`: placement, first position and count
+    # `(slots, 5)` uint64: lanes of the new and of the old bits, and number of elements.
+    sums: npt.NDArray[np.uint64]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self)

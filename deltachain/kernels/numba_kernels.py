@@ -5,11 +5,12 @@ wraparound test to each access, which prevents vectorisation.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numba
 import numpy as np
 import numpy.typing as npt
+from numba.extending import intrinsic
 
 from deltachain import threads as slab
 from deltachain.kernels.arrays import (
@@ -18,8 +19,10 @@ from deltachain.kernels.arrays import (
     MIX_A,
     MIX_B,
     PHI,
+    BrokenSegmentError,
     Changes,
     SplitSteps,
+    StagedBatch,
     StagedSteps,
     StepStreams,
     WindowPlace,
@@ -27,6 +30,11 @@ from deltachain.kernels.arrays import (
 from deltachain.kernels.compiling import compiled, inlined
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
+if TYPE_CHECKING:
+    from deltachain.kernels.segments import PlacementTable, SegmentBatch
+
+_intrinsic: Final[Any] = intrinsic  # untyped
+_carray: Final[Any] = numba.carray  # type: ignore[attr-defined]  # of the public interface
 _U = np.uint64
 _PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
 
@@ -232,55 +240,9 @@ def move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any
     lanes[3] += removed1
 
 
-@compiled
-def _stage_steps(segments: Any, streams: Any, firsts: Any, place: Any, out: Any) -> int:
-    """Stage all segments; return the number of elements, or -1 and -2 as :func:`_decode_steps`."""
-    gaps, sign, exception, magnitude, wide = streams
-    box, weights, keys, lanes = place
-    indices_room, steps_room, positions, old, new = out
-    count, g, n, e, w = 0, 0, 0, 0, 0
-    for s in range(segments.shape[0]):
-        start, length, nnz, gap_count, exceptions, wides = segments[s]
-        indices, steps = indices_room[:nnz], steps_room[:nnz]
-        if not _offsets(gaps[g : g + gap_count], start, length, indices):
-            return -1
-        at = firsts[0] + _U(n), firsts[1] + _U(n)
-        short, long = magnitude[e : e + exceptions], wide[w : w + wides]
-        if not _steps((sign, exception), at, short, long, steps):
-            return -2
-        held = locate(indices, steps, box, positions[count : count + nnz])
-        mine = slice(count, count + held)
-        move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
-        count += held
-        g, n, e, w = g + gap_count, n + nnz, e + exceptions, w + wides
-    return count
-
-
 def _released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     """Return the first elements, without the memory of the others if those are the most."""
     return array[:count].copy() if 2 * count < array.size else array[:count]
-
-
-def stage_steps(
-    segments: npt.NDArray[np.int64],
-    streams: StepStreams,
-    box: WindowPlace,
-    weights: Bits,
-    key: tuple[int, int],
-) -> StagedSteps:
-    """Decode segments as :func:`decode_steps`, and stage the steps of the elements of a box.
-
-    A segment's indices and steps stay in cache: only what is kept is written to memory.
-
-    Args:
-        weights: ``(n,)`` live bits; not written.
-    """
-    most = int(segments[:, 2].max(initial=0))
-    scratch = np.empty(most, np.int64), np.empty(most, streams.wide.dtype)
-    firsts = _U(streams.sign_at), _U(streams.exception_at)
-    arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
-    run = partial(_stage_steps, segments, arrays, firsts)
-    return run_stage(run, segments, scratch, (box, weights, key), (LEAVES, CANONICAL))
 
 
 def run_stage(
@@ -366,6 +328,152 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
         weights[indices[i]] = bits[i]
 
 
+@_intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return numba.types.voidptr(address), generate
+
+
+@compiled
+def _weights(address: Any, kind: Any) -> Any:
+    """Return live bits at an address as an array, of which only positions inside are used."""
+    return _carray(_pointer(address), (1 << 48,), kind)
+
+
+@compiled
+def _join(buffer: Any, offsets: Any, first: Any, out: Any) -> None:
+    """Join elements of as many planes as they have bytes, from element ``first`` on."""
+    n = out.shape[0]
+    if out.itemsize == 2:
+        low, high = offsets[0] + first, offsets[1] + first
+        _join2(buffer[low : low + n], buffer[high : high + n], out)
+        return
+    out[:] = 0
+    for k in range(out.itemsize):
+        at = offsets[k] + first
+        plane, shift = buffer[at : at + n], out.dtype.type(8 * k)
+        for i in range(n):
+            out[i] |= out.dtype.type(plane[i]) << shift
+
+
+@compiled
+def _decode_segment(row: Any, then: Any, given: Any, room: Any) -> int:
+    """Decode a segment into the room; return 0, or as :func:`_decode_steps`."""
+    buffer, offsets, gap, absolute = given
+    indices, values, gaps, wide = room
+    _, start, length, n, g, e, w, bit = row
+    if gap == 1:
+        at = offsets[0]
+        fits = _offsets(buffer[at + g : at + then[4]], start, length, indices)
+    else:
+        _join(buffer, offsets, g, gaps)
+        fits = _offsets(gaps, start, length, indices)
+    if not fits:
+        return 1
+    planes = offsets[gap + 3 :]
+    if absolute:
+        _join(buffer, planes, n, values)
+        return 0
+    _join(buffer, planes, w, wide)
+    bits = buffer[offsets[gap] : offsets[gap + 1]], buffer[offsets[gap + 1] : offsets[gap + 2]]
+    magnitude = buffer[offsets[gap + 2] + e : offsets[gap + 2] + then[5]]
+    return 0 if _steps(bits, (_U(bit), _U(bit)), magnitude, wide, values) else 2
+
+
+@compiled
+def _box(row: Any) -> Any:
+    """Return the box of a placement, without the dimensions that the table fills up."""
+    dims = row[6:].reshape(-1, 3)
+    used = dims.shape[0]
+    while used and dims[used - 1, 0] == 1 and dims[used - 1, 2] == 0:
+        used -= 1
+    return row[0], row[1], dims[:used]
+
+
+@compiled
+def _stage_batch(table: Any, given: Any, places: Any, room: Any, out: Any) -> tuple[int, int]:
+    """Stage all segments; return the numbers of blocks and elements, or a segment and -1 or -2."""
+    rows, first = places
+    positions, old, new, blocks, sums = out
+    count, block = 0, 0
+    for s in range(table.shape[0] - 1):
+        row, then = table[s], table[s + 1]
+        tensor, nnz = row[0], then[3] - row[3]
+        mine = room[0][:nnz], room[1][:nnz]
+        into = mine[0], mine[1], room[2][: then[4] - row[4]], room[3][: then[6] - row[6]]
+        wrong = _decode_segment(row, then, given, into)
+        if wrong:
+            return s, -wrong
+        last = first[tensor + 1] - 1
+        for p in range(first[tensor], last + 1):
+            indices, values = mine
+            if p < last:  # the next placement needs them too
+                indices, values = room[4][:nnz], room[5][:nnz]
+                indices[:] = mine[0]
+                values[:] = mine[1]
+            held = locate(indices, values, _box(rows[p]), positions[count : count + nnz])
+            if not held:
+                continue
+            here, weights = slice(count, count + held), _weights(rows[p, 5], values.dtype)
+            place = positions[here]
+            if given[3]:
+                for i in range(held):
+                    values[i] -= weights[place[i]]
+            keys = _U(rows[p, 3]), _U(rows[p, 4])
+            lanes = sums[rows[p, 2]]
+            move(weights, indices, values, keys, (place, old[here], new[here]), lanes)
+            lanes[4] += _U(held)
+            blocks[block, 0], blocks[block, 1], blocks[block, 2] = p, count, held
+            block += 1
+            count += held
+    return block, count
+
+
+def stage_batch(batch: "SegmentBatch", places: "PlacementTable") -> StagedBatch:
+    """Decode and stage all segments of a batch; see the reference.
+
+    A segment's indices and steps stay in cache: only what is kept is written to memory.
+    """
+    kind, table = BITS_DTYPES[batch.layout.width], batch.table
+    widths = np.diff(table, axis=0)
+    several = np.diff(places.first)[table[:-1, 0]]
+    most, gaps, wide = (int(widths[:, n].max(initial=0)) for n in (3, 4, 6))
+    spare = most if int(several.max(initial=0)) > 1 else 0
+    room = (
+        *(np.empty(most, np.int64), np.empty(most, kind), np.empty(gaps, np.uint16)),
+        *(np.empty(wide, kind), np.empty(spare, np.int64), np.empty(spare, kind)),
+    )
+    nnz = int((widths[:, 3] * several).sum())
+    kept = slab.empty(nnz, np.int64), slab.empty(nnz, kind), slab.empty(nnz, kind)
+    blocks = np.empty((int(several.sum()), 3), np.int64)
+    sums = np.zeros((places.slots, 5), np.uint64)
+    given = batch.buffer, np.array(batch.offsets, np.int64), batch.layout.gap, batch.layout.absolute
+    rows = places.rows.numpy(), places.first
+    number, count = _stage_batch(table, given, rows, room, (*kept, blocks, sums))
+    if count < 0:
+        raise BrokenSegmentError(number, (LEAVES, CANONICAL)[-count - 1])
+    blocks = blocks[:number]
+    positions, old, new = (_released(array, count) for array in kept)
+    return StagedBatch(positions, old, new, blocks, sums)
+
+
+@compiled
+def _write_batch(rows: Any, blocks: Any, positions: Any, bits: Any) -> None:
+    for b in range(blocks.shape[0]):
+        place, first, count = blocks[b]
+        scatter_(
+            _weights(rows[place, 5], bits.dtype),
+            positions[first : first + count],
+            bits[first : first + count],
+        )
+
+
+def write_batch_(places: "PlacementTable", staged: StagedBatch, bits: Bits) -> None:
+    _write_batch(places.rows.numpy(), staged.blocks, staged.positions, bits)
+
+
 # A block is compared to one byte an element, which LLVM vectorises; eight such bytes are read as
 # one word, and only non-zero words are examined. What differs is copied to the snapshot, and
 # appended.
@@ -373,6 +481,9 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
 BLOCK: Final = 512
 """Elements compared at a time, few enough for a fully unrolled comparison with short memory stalls:
 at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
+
+SMALLEST: Final = 4 * BLOCK
+"""Elements of the smallest buffer of changes."""
 
 _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 """Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""
@@ -423,12 +534,15 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
     """
     found: list[Changes] = []
-    size = max(4 * BLOCK, snapshot.size // 32)
+    size = max(SMALLEST, snapshot.size // 32)
     at, dtype = 0, snapshot.dtype
     while not found or 0 <= at < snapshot.size:
         indices, old, new = np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
         at, count = kernel(at, (indices, old, new))
-        found.append(Changes(indices[:count], old[:count], new[:count]))
+        indices, old, new = indices[:count], old[:count], new[:count]
+        if size == SMALLEST:  # thousands of small tensors would hold a buffer each
+            indices, old, new = indices.copy(), old.copy(), new.copy()
+        found.append(Changes(indices, old, new))
     if at < 0:
         for changes in found:
             snapshot[changes.indices] = changes.old

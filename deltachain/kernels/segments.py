@@ -101,22 +101,22 @@ class BatchTotals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorStreams:
-    """Inflated streams of consecutive segments of one tensor; values are untrusted.
+    """Inflated streams of consecutive segments of one tensor, or of several; values are untrusted.
 
     Attributes:
-        tensor: Number of the tensor.
-        numel: Elements of the tensor.
+        tensor: Number of the tensor, or of that of each segment.
+        numel: Elements of the tensor, or of that of each segment.
         segments: ``(n, 6)`` int64 rows of start, length, nnz, gaps, exceptions and wide.
         planes: Byte planes of the wide steps, or of the values: as many as an element has bytes.
         gaps: Byte planes of the gap entries: as many as an entry has bytes.
         sign: Packed sign bits; empty unless changes are steps.
         exception: Packed exception bits, laid out as ``sign``.
         magnitude: One byte for each exception.
-        bit: Position of the first bit of the tensor in ``sign`` and ``exception``, below 8.
+        bit: Position of the first bit of the segments in ``sign`` and ``exception``, below 8.
     """
 
-    tensor: int
-    numel: int
+    tensor: int | Table
+    numel: int | Table
     segments: Table
     planes: Sequence[Plane]
     gaps: Sequence[Plane]
@@ -210,24 +210,25 @@ def _table(layout: StreamLayout, tensors: Sequence[TensorStreams]) -> Table:
     """Build the table, after a check of every number in it."""
     tensors_of = [len(t.segments) for t in tensors]
     segments = np.concatenate([np.empty((0, 6), np.int64), *(t.segments for t in tensors)])
-    number = np.array([t.tensor for t in tensors], np.int64)
-    numel = np.array([t.numel for t in tensors], np.int64)
+    number = _of_segments([t.tensor for t in tensors], tensors_of)
+    numel = _of_segments([t.numel for t in tensors], tensors_of)
     owner = np.repeat(np.arange(len(tensors)), tensors_of)
     start, length, nnz, gaps, exceptions, wide = segments.T
-    fits = (start >= 0) & (length <= MAX_LENGTH) & (start <= numel[owner] - length)
+    fits = (start >= 0) & (length <= MAX_LENGTH) & (start <= numel - length)
     fits &= (nnz > 0) & (nnz <= length) & (wide >= 0) & (wide <= exceptions)
     fits &= exceptions <= (0 if layout.absolute else nnz)
-    fits[1:] &= (start[1:] >= start[:-1] + length[:-1]) | (owner[1:] != owner[:-1])
+    apart = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
+    fits[1:] &= (start[1:] >= start[:-1] + length[:-1]) | apart
     fits &= (nnz <= gaps) & (gaps <= nnz + length // ((1 << 8 * layout.gap) - 1))
     ends = np.cumsum([0, *tensors_of])
     sums = np.concatenate([np.zeros((1, 6), np.int64), np.cumsum(segments, axis=0)])
     totals = sums[ends[1:]] - sums[ends[:-1]]
     bits = np.array([[t.bit, t.sign.size, t.exception.size] for t in tensors]).reshape(-1, 3)
     enough = _enough(layout, tensors, totals, bits)
-    if not fits.all() or not enough.all() or bool(np.any(number[1:] < number[:-1])):
+    if not fits.all() or not enough.all():
         raise MalformedError("segments contradict the tensors or the lengths of streams")
     table = np.zeros((len(segments) + 1, len(Column)), np.int64)
-    table[:-1, Column.TENSOR] = number[owner]
+    table[:-1, Column.TENSOR] = number
     table[:-1, Column.START] = start
     table[:-1, Column.LENGTH] = length
     table[:, Column.FIRST : Column.WIDE + 1] = sums[:, 2:]
@@ -235,6 +236,12 @@ def _table(layout: StreamLayout, tensors: Sequence[TensorStreams]) -> Table:
     before = sums[:-1, 2] - sums[ends[:-1], 2][owner]
     table[:-1, Column.BIT] = 8 * byte[owner] + bits[owner, 0] + before
     return table
+
+
+def _of_segments(of: "Sequence[int | Table]", counts: Sequence[int]) -> Table:
+    """Return what is given of tensors, or of each of their segments, for all segments."""
+    pairs = zip(of, counts, strict=True)
+    return np.concatenate([np.empty(0, np.int64), *(np.broadcast_to(*one) for one in pairs)])
 
 
 def _enough(
@@ -431,9 +438,10 @@ class StagedChanges:
         )
 
 
-def effects(sums: Tensor) -> list[SlotEffect]:
+def effects(sums: "Tensor | npt.NDArray[Any]") -> list[SlotEffect]:
     """Read the effects of each slot from :attr:`StagedChanges.sums`, or from a sum of them."""
-    rows = sums.cpu().numpy().view(np.uint64).tolist()
+    table = sums if isinstance(sums, np.ndarray) else sums.cpu().numpy()
+    rows = table.view(np.uint64).tolist()
     return [SlotEffect(StateDigest(a, b), StateDigest(c, d), n) for a, b, c, d, n in rows]
 
 

@@ -401,13 +401,15 @@ class Snapshot:
             where = kept.slab.device
             weight = replace(weight, tensor=weight.tensor.detach().to(where))
         elif not kept.resident and not self._compares(where):
-            tensor, bits = weight.tensor.detach().to("cpu"), _unsigned(kept.bits)
+            if not torch_kernels.on_host(weight.tensor):
+                weight = replace(weight, tensor=weight.tensor.detach().to("cpu"))
+            tensor, bits = weight.tensor.detach(), _unsigned(kept.bits)
             if tensor.dtype == torch.float32 and weight.spec.dtype == "BF16":
                 changes = host.cast_diff_(
                     bits, torch_kernels.host_array(tensor.view(-1), np.float32)
                 )
             else:
-                changes = host.diff_(bits, wire_bits(replace(weight, tensor=tensor)))
+                changes = host.diff_(bits, wire_bits(weight))
             if changes.indices.size:
                 found[weight.spec.name] = changes
             return

@@ -18,6 +18,7 @@ from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels.protocol import same_bits
 from deltachain.kernels.torch_kernels import bits_of
 
+from .batches import GroupPlan
 from .engine import EngineModel
 from .layout.loaded_checkpoint import LoadedCheckpoint
 from .layout.module_members import bytes_of
@@ -68,14 +69,16 @@ class LateTies:
 
     def __init__(self, ties: Iterable[LateTie] = ()) -> None:
         self._ties = tuple(ties)
-        self._names = frozenset(name for tie in self._ties for name in tie)
+        self.names = frozenset(name for tie in self._ties for name in tie)
 
     def noted(
-        self, plans: Iterable[TensorPlan], noted: dict[str, list[TensorPlan]]
-    ) -> Iterator[TensorPlan]:
+        self, plans: Iterable[TensorPlan | GroupPlan], noted: dict[str, list[TensorPlan]]
+    ) -> Iterator[TensorPlan | GroupPlan]:
         for given in plans:
-            if given.spec.name in self._names:
-                noted.setdefault(given.spec.name, []).append(given)
+            if self.names and not self.names.isdisjoint(given.names):
+                for one in given.tensor_plans():
+                    if one.spec.name in self.names:
+                        noted.setdefault(one.spec.name, []).append(one)
             yield given
 
     def check(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,9 @@ from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.kernels.torch_kernels import live_bits, storage_bits
 from deltachain.subscribe.targets.tensor_patch import LiveElements
 from deltachain.types import StateDigest
+
+HolderKey: TypeAlias = tuple[str, int]
+"""The ranks that hold the same elements, and the number of the place among several on this rank."""
 
 BLOCK: Final = 1 << 20  # number of elements of a strided window that are numbered at a time
 

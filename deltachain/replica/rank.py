@@ -35,9 +35,11 @@ from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, Version
 
 from . import messages as wire
+from .batches import Stager
 from .device_staging import DeviceStager
 from .engine import EngineModel
 from .fetcher import fill, folder_id, sees_probe
+from .host_staging import HostStager
 from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
@@ -49,11 +51,11 @@ from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, sc
 from .layout.module_members import undisturbed
 from .layout.runtime_tables import RuntimeTables
 from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
-from .placements import Placement, Window
+from .placements import HolderKey, Placement, Window
 from .settings import RankSettings
 from .spool import Spool
 from .spool_reader import SpoolReader, TensorPlan
-from .staged import NOTHING, HolderKey, RankStaged, Share, stage
+from .staged import NOTHING, RankStaged, Share, stage
 
 
 class HostCopies:
@@ -166,7 +168,7 @@ class Rank:
     ) -> None:
         self.model = model
         self._decode = decode
-        self._stager: tuple[Layout, DeviceStager] | None = None
+        self._stager: tuple[Layout, tuple[Stager, ...], frozenset[str]] | None = None
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
         self._unloaded: int | None = None  # ticket whose old bits are yet to be loaded again
@@ -217,7 +219,7 @@ class Rank:
         ignored = self._attached.idle.union(n for n, kind in classes.items() if kind == "unused")
         used = [name for name in classes if name not in ignored]
         self._ties = LateTies(find_late_ties(self._source, ignored, used))
-        self._device_stager()
+        self._batched()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
         mine = self._attached.classes
@@ -289,8 +291,8 @@ class Rank:
         attached = self._attached
         with own_stream(self.model):
             tied: dict[str, list[TensorPlan]] = {}
-            plans = self._ties.noted(SpoolReader(folder, abandon).tensor_plans(), tied)
-            staged = stage(plans, self._share, budget, threads, self._device_stager())
+            plans = SpoolReader(folder, abandon).plans(*self._batched())
+            staged = stage(self._ties.noted(plans, tied), self._share, budget, threads)
             self._ties.check(tied, self._share)
         with self._changing:
             if self._attached is not attached:
@@ -366,22 +368,47 @@ class Rank:
         self._unloaded = ticket
         return errors.UnfinishedSwapError(why, version=version)
 
-    def _device_stager(self) -> DeviceStager | None:
-        if self._stager is None or self._stager[0] is not self._attached:
-            places = {
-                name: [(slot, place) for place, slot in self._places(name) if self._decodes(place)]
-                for name in self._specs
-                if name not in self._copies.bits
-            }
-            self._stager = self._attached, DeviceStager(places, self._specs)
-            self._stager[1].warm_up()
-        stager = self._stager[1]
-        return stager if stager.tensors else None
+    def _batched(self) -> tuple[tuple[Stager, ...], frozenset[str]]:
+        """Return where tensors are staged in batches, and the names of those that need not be read.
 
-    def _decodes(self, place: Placement) -> bool:
-        """Return whether changes of a place are decoded where it is, in batches."""
-        wanted = self._decode or ("host" if torch_kernels.on_host(place.live) else "device")
-        return place.numel > 0 and wanted == "device" and staging.decodes_on(place.live.device)
+        Both are as lasting as the layout. Of a tensor that is not here, a late tie may be.
+        """
+        if self._stager is None or self._stager[0] is not self._attached:
+            kinds: dict[type[Stager], dict[str, list[tuple[HolderKey, Placement]]]] = {
+                HostStager: {},
+                DeviceStager: {},
+            }
+            absent = set()
+            for name, kind in self._classes.items():
+                places = [] if kind == "refused" else self._held(name)
+                stagers = {self._stager_of(place) for _, place in places}
+                if len(stagers) == 1 and (stager := stagers.pop()) is not None:
+                    kinds[stager][name] = places
+                if not places and kind != "refused":
+                    absent.add(name)
+            made = tuple(make(held, self._specs) for make, held in kinds.items() if held)
+            for one in made:
+                one.warm_up()
+            self._stager = self._attached, made, frozenset(absent) - self._ties.names
+        return self._stager[1:]
+
+    def _stager_of(self, place: Placement) -> type[Stager] | None:
+        """Return what stages changes of a place in batches, if anything does."""
+        on_host = torch_kernels.on_host(place.live)
+        wanted = self._decode or ("host" if on_host else "device")
+        if wanted == "device" and staging.decodes_on(place.live.device):
+            return DeviceStager
+        return HostStager if on_host else None
+
+    def _held(self, name: str) -> list[tuple[HolderKey, Placement]]:
+        """Return the places of a tensor that have elements: in the engine, or in its copy."""
+        if name in self._copies.bits:
+            bits = self._copies.bits[name]
+            signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
+            places = [(Placement(torch.from_numpy(signed), 0, (1,)), (self._holders[name][0], 0))]
+        else:
+            places = list(self._places(name))
+        return [(slot, place) for place, slot in places if place.numel]
 
     def _share(self, name: str) -> Share:
         if self._classes[name] == "refused":
@@ -391,7 +418,7 @@ class Rank:
         if name in self._copies.bits:
             copy = WholeTensor(self._copies.bits[name])
             return Share((((self._holders[name][0], 0), copy),), 0, self._specs[name].numel)
-        places = [(slot, place) for place, slot in self._places(name) if place.numel]
+        places = self._held(name)
         if not places:
             return NOTHING
         spans = [place.span for _, place in places]

@@ -7,13 +7,13 @@ tensor, once all objects are there.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
 from deltachain.subscribe.targets.tensor_patch import LiveElements
 from deltachain.types import TensorSpec
+
+if TYPE_CHECKING:
+    from .batches import GroupPlan, Stager
 
 from .spool import FAILED, SpooledObject, object_file, read_index, writer_is_gone
 
@@ -88,6 +91,13 @@ class TensorPlan:
     base: Checkpoint | None = field(default=None, repr=False)
     from_nothing: bool = False  # whether the plan needs no base bits
     edges: tuple[int, ...] = ()  # number of the edge of each object
+
+    @property
+    def names(self) -> tuple[str]:
+        return (self.spec.name,)
+
+    def tensor_plans(self) -> "Iterator[TensorPlan]":
+        yield self
 
     @property
     def needs_old(self) -> bool:
@@ -183,20 +193,38 @@ class SpoolReader:
 
     def tensor_plans(self) -> Iterator[TensorPlan]:
         """Yield every tensor plan of the plan, as soon as all of its objects are there."""
+        return cast("Iterator[TensorPlan]", self.plans((), frozenset()))
+
+    def plans(
+        self, stagers: "Sequence[Stager]", absent: Collection[str]
+    ) -> "Iterator[TensorPlan | GroupPlan]":
+        """Yield groups of tensors that stagers take, and tensor plans of others.
+
+        Each is yielded as soon as all of its objects are there; tensors that are ``absent`` are
+        left out.
+        """
         folds = self._base is not None or len({one.edge for one in self._index.objects}) > 1
+        alone = () if folds or self.from_nothing else stagers
         later: dict[str, list[tuple[int, Part]]] = {}
         specs: dict[str, TensorSpec] = dict(self._base.specs) if self._base else {}
+        opened: list[tuple[int, Part]] = []
         for number, spooled in enumerate(self._index.objects):
             part = self._open(number, spooled)
+            opened.append((spooled.edge, part))
+            others = (yield from _grouped(opened[-1:], alone)).union(absent)
             for name, row in part.rows.items():
+                if name in others:
+                    continue
                 if folds or self._waits(part, name):
                     later.setdefault(name, []).append((spooled.edge, part))
                     specs.setdefault(name, row.spec)
                 else:
                     yield TensorPlan(row.spec, (part,), None, self.from_nothing)
-        for name, spec in specs.items():
+        together = [one for one in stagers if one.folds and not (self._base or self.from_nothing)]
+        others = (yield from _grouped(opened, together if folds else ())).union(absent)
+        for name in [name for name in specs if name not in others]:
             edges, parts = zip(*later[name], strict=True) if name in later else ((), ())
-            yield TensorPlan(spec, parts, self._base, self.from_nothing, edges)
+            yield TensorPlan(specs[name], parts, self._base, self.from_nothing, edges)
 
     def _waits(self, part: Part, name: str) -> bool:
         """Return whether a tensor of a plan of one edge is decoded with those of later objects."""
@@ -231,3 +259,15 @@ class SpoolReader:
                 raise errors.StageAbandonedError(message)
             time.sleep(wait)
             wait = min(2 * wait, longest)
+
+
+def _grouped(
+    objects: Sequence[tuple[int, Part]], stagers: "Sequence[Stager]"
+) -> "Generator[GroupPlan, None, set[str]]":
+    """Yield the groups of tensors that stagers take; return the names of these."""
+    taken: set[str] = set()
+    for stager in stagers:
+        groups, names = stager.groups(objects)
+        yield from groups
+        taken |= names
+    return taken

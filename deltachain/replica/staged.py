@@ -5,24 +5,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 
 from deltachain.delta import TensorDelta, bits_are_at_fault
-from deltachain.kernels.segments import StreamLayout, TensorStreams
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
 
+from .batches import GroupPlan, LayoutStreams
+from .device_staging import DeviceStager
+from .host_staging import HostStager
+from .placements import HolderKey
 from .spool_reader import TensorPlan, host_bits
-
-if TYPE_CHECKING:
-    from .device_staging import DeviceStager
-
-HolderKey: TypeAlias = tuple[str, int]
-"""The ranks that hold the same elements, and the number of the place among several on this rank."""
 
 Effects: TypeAlias = dict[HolderKey, Effect]
 """Effects of a stage on the state digest, by holders."""
@@ -49,35 +46,16 @@ BATCH: Final = 64 << 20
 hundred megabytes."""
 
 
-class ObjectStreams(NamedTuple):
-    """Inflated streams of one tensor in one object, and their layout."""
-
-    layout: StreamLayout
-    streams: TensorStreams
-
-
-@dataclass(frozen=True, slots=True)
-class PlanStreams:
-    """Inflated streams of one tensor plan, in each object, oldest first."""
-
-    given: TensorPlan
-    versions: tuple[ObjectStreams, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.streams.nbytes for one in self.versions)
-
-
 @dataclass(frozen=True, slots=True)
 class RankStaged:
     placed: tuple[StagedWrite, ...]  # patches of live places and of host copies
-    deferred: tuple[TensorPlan, ...]  # tensor plans beyond the budget
+    deferred: tuple[TensorPlan | GroupPlan, ...]  # plans beyond the budget
     effects: Effects
 
     @property
     def names(self) -> set[str]:
         placed = {name for one in self.placed for name in one.names}
-        return placed | {given.spec.name for given in self.deferred}
+        return placed | {name for given in self.deferred for name in given.names}
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +64,7 @@ class RankStaged:
     def writes(self, share_of: Callable[[str], Share]) -> Iterator[StagedWrite]:
         """Yield every write; compute deferred ones on demand."""
         yield from self.placed
-        for given in self.deferred:
+        for given in (one for some in self.deferred for one in some.tensor_plans()):
             for _, placed in _prepared(given, share_of(given.spec.name)):
                 yield placed.without_old()
 
@@ -98,24 +76,27 @@ class RankStaged:
 class _Stage:
     """One stage of a rank: tensor plans are read in any thread, and kept in order by one."""
 
-    def __init__(
-        self, share_of: Callable[[str], Share], budget: int, batches: "DeviceStager | None"
-    ) -> None:
-        self._share_of, self._budget, self._batches = share_of, budget, batches
+    def __init__(self, share_of: Callable[[str], Share], budget: int) -> None:
+        self._share_of, self._budget = share_of, budget
         self._nbytes = 0
         self._kept: list[StagedWrite] = []
-        self._deferred: list[TensorPlan] = []
+        self._deferred: list[TensorPlan | GroupPlan] = []
         self._effects: Effects = defaultdict(Effect)
-        self._waiting: list[PlanStreams] = []
+        self._waiting: list[tuple[GroupPlan, list[list[LayoutStreams]]]] = []
         self._waiting_nbytes = 0
+        self._device: DeviceStager | None = None
 
-    def read(self, given: TensorPlan) -> Callable[[], None]:
-        """Read a tensor plan; return what the caller does next, on whose stream kernels run."""
+    def read(self, given: TensorPlan | GroupPlan) -> Callable[[], None]:
+        """Read a plan; return what the caller does next, on whose stream kernels run."""
+        if isinstance(given, GroupPlan):
+            stager = given.stager
+            if isinstance(stager, DeviceStager):
+                return partial(self._wait, stager, given, stager.read(given))
+            writes, effects = cast("HostStager", stager).stage(given)
+            return partial(self._add, [given], writes, effects.items())
         share = self._share_of(given.spec.name)
         if not share.places:
             return lambda: None
-        if self._batches is not None and self._batches.takes(given):
-            return partial(self._wait, self._batches.read(given, share.low, share.high))
         if share.on_host:
             return partial(self._keep, given, _prepared(given, share))
         if given.needs_old:
@@ -127,11 +108,15 @@ class _Stage:
         writes = [one for _, one in placed]
         self._add([given], writes, ((slot, one.patch.effect) for slot, one in placed))
 
-    def _wait(self, streams: PlanStreams) -> None:
-        if self._waiting_nbytes + streams.nbytes > BATCH:
+    def _wait(
+        self, stager: DeviceStager, group: GroupPlan, streams: list[list[LayoutStreams]]
+    ) -> None:
+        self._device = stager
+        nbytes = sum(one.streams.nbytes for some in streams for one in some)
+        if self._waiting_nbytes + nbytes > BATCH:
             self._stage_waiting()
-        self._waiting.append(streams)
-        self._waiting_nbytes += streams.nbytes
+        self._waiting.append((group, streams))
+        self._waiting_nbytes += nbytes
 
     def result(self) -> RankStaged:
         self._stage_waiting()
@@ -139,18 +124,16 @@ class _Stage:
 
     def _stage_waiting(self) -> None:
         ready, self._waiting, self._waiting_nbytes = self._waiting, [], 0
-        for write, effects in self._batches.stage(ready) if self._batches and ready else ():
-            named = set(write.names)
-            plans = [one.given for one in ready if one.given.spec.name in named]
-            self._add(plans, (write,), effects.items())
+        for groups, write, effects in self._device.stage(ready) if self._device else ():
+            self._add(groups, (write,), effects.items())
 
     def _add(
         self,
-        plans: Sequence[TensorPlan],
+        plans: Sequence[TensorPlan | GroupPlan],
         writes: Sequence[StagedWrite],
         effects: Iterable[tuple[HolderKey, Effect]],
     ) -> None:
-        """Keep the writes of some tensors, or defer their plans if the budget is spent."""
+        """Keep the writes of some plans, or defer these if the budget is spent."""
         self._nbytes += sum(write.nbytes for write in writes)
         if self._nbytes <= self._budget:
             self._kept += writes
@@ -161,14 +144,13 @@ class _Stage:
 
 
 def stage(
-    plans: Iterator[TensorPlan],
+    plans: Iterator[TensorPlan | GroupPlan],
     share_of: Callable[[str], Share],
     budget: int,
     threads: int,
-    batches: "DeviceStager | None" = None,
 ) -> RankStaged:
-    """Compute the writes of a plan's tensor plans on one rank; nothing is written."""
-    work = _Stage(share_of, budget, batches)
+    """Compute the writes of a plan on one rank; nothing is written."""
+    work = _Stage(share_of, budget)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
         for take in pool.ordered(work.read, plans, ahead=2 * threads):
             take()

@@ -4,8 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from deltachain.kernels.arrays import StagedSteps, StepStreams, WindowPlace
+from deltachain.kernels.arrays import BrokenSegmentError, StagedBatch, StepStreams, WindowPlace
+from deltachain.kernels.segments import (
+    LivePlacement,
+    PlacementTable,
+    SegmentBatch,
+    StreamLayout,
+    TensorStreams,
+    pack,
+)
 from deltachain.types import BITS_DTYPES, Bits, Indices
 from tests.contract import reference
 from tests.contract.kernels import pairs
@@ -16,16 +25,13 @@ class HostArm(Protocol):
 
     def decode_steps(self, segments: Any, streams: StepStreams) -> tuple[Indices, Bits]: ...
 
-    def stage_steps(
-        self,
-        segments: Any,
-        streams: StepStreams,
-        box: WindowPlace,
-        weights: Bits,
-        key: tuple[int, int],
-    ) -> StagedSteps: ...
-
     def exchange_(self, one: Bits, other: Bits, done: Indices, end: int) -> None: ...
+
+
+class BatchArm(Protocol):
+    def stage_batch(self, batch: SegmentBatch, places: PlacementTable) -> StagedBatch: ...
+
+    def write_batch_(self, places: PlacementTable, staged: StagedBatch, bits: Bits) -> None: ...
 
 
 def check_planes(arm: HostArm) -> None:
@@ -76,28 +82,103 @@ def check_hostile_decode(arm: HostArm) -> None:
     assert refused > 100
 
 
-def check_stage(arm: HostArm) -> None:
+BOXES = (
+    WindowPlace(0, 0, np.array([(7000, 1, 1)])),
+    WindowPlace(2000, 5, np.array([(2500, 1, 1)])),
+    WindowPlace(3, 1, np.array([(800, 7, 5), (4, 1, 1)])),
+    WindowPlace(1 << 33, 9, np.array([(400, 7, 4), (4, 1, 1)])),
+)
+KEY = (1 << 63, 12345)
+
+
+def check_stage(arm: BatchArm) -> None:
+    """Every width, gap and kind of values, in placements of one tensor; then back."""
     rng = np.random.default_rng(12)
-    for segments, streams, indices, _ in _coded():
-        first = int(indices[0])
-        boxes = (
-            WindowPlace(0, 0, np.array([(7000, 1, 1)])),
-            WindowPlace(2000, 5, np.array([(2500, 1, 1)])),
-            WindowPlace(3, 1, np.array([(800, 7, 5), (4, 1, 1)])),
-            WindowPlace(first, 2, np.empty((0, 3), np.int64)),
-            WindowPlace(1 << 33, 9, np.array([(400, 7, 4), (4, 1, 1)])),
-        )
-        for box in boxes:
-            room = box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum())
-            weights = rng.integers(0, 256, room * 8, np.uint8).view(streams.wide.dtype)[:room]
-            before = weights.copy()
-            expected = reference.stage_steps(segments, streams, box, weights, (1 << 63, 12345))
-            found = arm.stage_steps(segments, streams, box, weights, (1 << 63, 12345))
-            np.testing.assert_array_equal(weights, before)
-            assert found[3:] == expected[3:]
-            for one, other in zip(found[:3], expected[:3], strict=True):
-                assert one.dtype == other.dtype
-                np.testing.assert_array_equal(one, other)
+    for segments, streams, indices, values in _coded():
+        kind = streams.wide.dtype
+        one = WindowPlace(int(indices[0]), 2, np.empty((0, 3), np.int64))
+        boxes = (*BOXES, one)
+        rooms = [box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum()) for box in boxes]
+        lives = [rng.integers(0, 256, room * 8, np.uint8).view(kind)[:room] for room in rooms]
+        before = [live.copy() for live in lives]
+        places = _places(boxes, lives)
+        for absolute in (False, True):
+            batch = _batch(segments, streams, values if absolute else None)
+            found = arm.stage_batch(batch, places)
+            after = [live.copy() for live in before]
+            for slot, (box, live, new) in enumerate(zip(boxes, before, after, strict=True)):
+                alone = reference.stage_changes(indices, values, box, live, KEY)
+                base = np.zeros_like(live) if absolute else live
+                other = reference.stage_changes(indices, values, box, base, KEY)
+                lanes = [n for one in (other[3], alone[4]) for n in (one.lane0, one.lane1)]
+                assert found.sums[slot].tolist() == [*lanes, alone.positions.size]
+                new[alone.positions] = other.new
+                mine = [slice(at, at + n) for p, at, n in found.blocks.tolist() if p == slot]
+                for name, wanted in (("positions", other), ("old", alone), ("new", other)):
+                    array, expected = getattr(found, name), getattr(wanted, name)
+                    joined = np.concatenate([array[:0], *(array[one] for one in mine)])
+                    assert joined.dtype == expected.dtype
+                    np.testing.assert_array_equal(joined, expected)
+            for bits, state in ((found.new, after), (found.old, before)):
+                arm.write_batch_(places, found, bits)
+                for live, wanted_bits in zip(lives, state, strict=True):
+                    np.testing.assert_array_equal(live, wanted_bits)
+
+
+def check_hostile_stage(arm: BatchArm) -> None:
+    """The first segment that breaks a rule is refused, for the reason of the reference."""
+    rng = np.random.default_rng(13)
+    refused = 0
+    places = {n: _places(BOXES[:1], [np.zeros(7000, kind)]) for n, kind in BITS_DTYPES.items()}
+    for segments, streams, _, _ in _coded():
+        for _ in range(20):
+            name = str(rng.choice(["gaps", "sign", "exception", "magnitude", "wide"]))
+            data = getattr(streams, name).copy()
+            if not data.size:
+                continue
+            data[rng.integers(data.size)] = rng.choice([0, 1, 2, 127, 128, 254, 255])
+            changed = streams._replace(**{name: data})
+            outcomes = [_outcome(reference, segments[:n], changed) for n in (1, 2, 3)]
+            expected = [(n, one) for n, one in enumerate(outcomes) if isinstance(one, str)]
+            found = _refusal(arm, _batch(segments, changed), places[streams.wide.itemsize])
+            assert found == (expected[0] if expected else None)
+            refused += bool(expected)
+    assert refused > 50
+
+
+def _refusal(arm: BatchArm, batch: SegmentBatch, places: PlacementTable) -> tuple[int, str] | None:
+    try:
+        arm.stage_batch(batch, places)
+    except BrokenSegmentError as exc:
+        return exc.number, str(exc)
+    return None
+
+
+def _places(boxes: Sequence[WindowPlace], lives: Sequence[Any]) -> PlacementTable:
+    made = []
+    for slot, (box, live) in enumerate(zip(boxes, lives, strict=True)):
+        signed = torch.from_numpy(live if live.itemsize == 1 else live.view(f"<i{live.itemsize}"))
+        dims = [(size, there, step) for size, there, step in box.dims.tolist()]
+        made.append(LivePlacement(0, box.offset, dims, signed, box.at, slot))
+    return PlacementTable.build(made, [KEY], torch.device("cpu"))
+
+
+def _batch(segments: Any, streams: StepStreams, values: Any = None) -> SegmentBatch:
+    """Segments of one tensor: of steps, or of new bits."""
+    absolute, wide = values is not None, streams.wide if values is None else values
+    layout = StreamLayout(wide.itemsize, streams.gaps.itemsize, absolute)
+    rest = {} if absolute else {"sign": streams.sign, "exception": streams.exception}
+    made = TensorStreams(
+        tensor=0,
+        numel=1 << 34,
+        segments=segments * np.array([1, 1, 1, 1, not absolute, not absolute]),
+        planes=[wide.view(np.uint8)[k :: wide.itemsize].copy() for k in range(wide.itemsize)],
+        gaps=[streams.gaps.view(np.uint8)[k :: layout.gap].copy() for k in range(layout.gap)],
+        magnitude=streams.magnitude[:0] if absolute else streams.magnitude,
+        bit=0 if absolute else streams.sign_at,
+        **rest,
+    )
+    return pack(layout, [made])
 
 
 def _outcome(arm: Any, segments: Any, streams: StepStreams) -> object:
@@ -145,5 +226,6 @@ HOST_CHECKS: tuple[Callable[[HostArm], None], ...] = (
     check_exchange,
     check_decode,
     check_hostile_decode,
-    check_stage,
 )
+
+BATCH_CHECKS: tuple[Callable[[BatchArm], None], ...] = (check_stage, check_hostile_stage)

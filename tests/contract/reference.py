@@ -220,21 +220,6 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
     weights[indices] = bits
 
 
-def stage_steps(
-    segments: npt.NDArray[np.int64],
-    streams: StepStreams,
-    box: WindowPlace,
-    weights: Bits,
-    key: tuple[int, int],
-) -> StagedSteps:
-    """Decode segments as :func:`decode_steps`, and stage the steps of the elements of a box.
-
-    Args:
-        weights: ``(n,)`` live bits; not written.
-    """
-    return stage_changes(*decode_steps(segments, streams), box, weights, key)
-
-
 def stage_changes(
     indices: Indices, steps: Bits, box: WindowPlace, weights: Bits, key: tuple[int, int]
 ) -> StagedSteps:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from deltachain.replica.host_staging import HostWrite
 from deltachain.replica.rank import HostCopies, Rank
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets import tensor_patch
@@ -72,3 +73,4 @@ def _loading(
 Rank.stage = _before("stage", Rank.stage)  # type: ignore[method-assign]
 HostCopies.clones = _loading(HostCopies.clones)  # type: ignore[method-assign, assignment]
 vars(target)["write_patch"] = _before("write", tensor_patch.write)
+HostWrite.run = _before("write", HostWrite.run)  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import torch
 import zstandard
 from msgspec import structs
 
@@ -35,7 +36,11 @@ from deltachain.format.documents import (
 )
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
+from deltachain.replica.batches import BATCHED
+from deltachain.replica.host_staging import HostStager
+from deltachain.replica.placements import Placement
 from deltachain.store import MemoryStore
+from deltachain.subscribe.targets.base import write_all
 from deltachain.subscribe.targets.tensor_patch import WholeTensor, prepare, prepare_steps
 from deltachain.types import MAX_NUMEL, WIRE_DTYPES, Bits, StateDigest, TensorSpec
 from tests.format import stranger
@@ -128,8 +133,29 @@ def check_delta(delta: TensorDelta) -> None:
     must(twice.nnz <= delta.nnz, "folding invented elements")
 
 
+def check_batch(part: Part, delta: TensorDelta) -> None:
+    spec, live = delta.spec, old_of(delta.spec)
+    signed = torch.from_numpy(live if live.itemsize == 1 else live.view(f"<i{live.itemsize}"))
+    stager = HostStager({spec.name: [(("", 0), Placement(signed, 0, (1,)))]}, {spec.name: spec})
+    before = StateDigest()
+    for group in stager.groups([(0, part)])[0]:
+        try:
+            writes, effects = stager.stage(group)
+        except REFUSALS as exc:
+            raise FindingError("what is read is not staged together") from exc
+        write_all(writes, 1)
+        before = sum((effect.change for effect in effects.values()), before)
+    expected = prepare(WholeTensor(old_of(spec)), delta)
+    must(before == expected.change, "staged together with another effect")
+    after = old_of(spec)
+    after[np.asarray(expected.indices)] = np.asarray(expected.new)
+    must(np.array_equal(live, after), "bits written together differ")
+
+
 def check_stage(part: Part, delta: TensorDelta) -> None:
     spec = delta.spec
+    if part.rows[spec.name].encoding in BATCHED and 0 < spec.numel <= MAX_OLD:
+        check_batch(part, delta)
     if not ENCODINGS.get(part.rows[spec.name].encoding).stages or spec.numel > MAX_OLD:
         return
     live = WholeTensor(old_of(spec))

@@ -13,9 +13,9 @@ from torch import Tensor
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.kernels import staging
+from deltachain.replica.batches import GroupPlan
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.placements import Placement
-from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import RankStaged, Share, stage
 from deltachain.subscribe.targets.base import write_all
 from deltachain.threads import cores
@@ -52,13 +52,12 @@ class Scene:
         self.stager.warm_up()
         self.shares = {n: Share([(slot, p)], 0, specs[n].numel) for n, p in self.places.items()}
 
-    def plans(self) -> Iterator[TensorPlan]:
+    def plans(self) -> Iterator[GroupPlan]:
         for part in self.parts:
-            for row in part.rows.values():
-                yield TensorPlan(row.spec, (part,))
+            yield from self.stager.groups([(0, part)])[0]
 
     def stage(self) -> RankStaged:
-        staged = stage(self.plans(), self.shares.__getitem__, BUDGET, cores(), self.stager)
+        staged = stage(self.plans(), self.shares.__getitem__, BUDGET, cores())
         synchronize(self.where)
         return staged
 

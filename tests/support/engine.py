@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.errors import ApplyError, DeltaChainError, EngineVersionError
+from deltachain.kernels import host
+from deltachain.kernels.arrays import StagedBatch
+from deltachain.kernels.segments import PlacementTable
 from deltachain.kernels.torch_kernels import bits_of
 from deltachain.replica import messages
 from deltachain.replica.layout.load_recorder import live_tensors
@@ -20,7 +24,7 @@ from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.tensor_patch import LiveElements, Patch, write
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import BITS_DTYPES, TensorSpec
+from deltachain.types import BITS_DTYPES, Bits, TensorSpec
 from tests.support.files import write_weights
 
 HIDDEN: Final = 16
@@ -507,19 +511,35 @@ class FakeEngine:
     def _failing_writes(self, rank: int) -> Iterator[None]:
         number = 0
 
-        def write_or_fail(live: LiveElements, patch: Patch) -> None:
+        def failure() -> Exception | None:
             nonlocal number
             number += 1
-            failure = self.faults.writes.pop((rank, self.events[-1], number), None)
-            if failure is None:
+            return self.faults.writes.pop((rank, self.events[-1], number), None)
+
+        def write_or_fail(live: LiveElements, patch: Patch) -> None:
+            lost = failure()
+            if lost is None:
                 write(live, patch)
                 return
             if patch.indices is not None and len(patch.indices):
                 storage: Any = live.storage
                 storage[patch.indices[0]] = patch.new[0]  # half done
-            raise failure
+            raise lost
 
-        with mock.patch.object(target, "write_patch", write_or_fail):
+        write_batch_ = host.write_batch_
+
+        def write_batch_or_fail(places: PlacementTable, staged: StagedBatch, bits: Bits) -> None:
+            for place, first, count in staged.blocks.tolist():
+                lost = failure()
+                half = np.array([(place, first, count if lost is None else min(count, 1))])
+                write_batch_(places, staged._replace(blocks=half), bits)
+                if lost is not None:
+                    raise lost
+
+        with (
+            mock.patch.object(target, "write_patch", write_or_fail),
+            mock.patch.object(host, "write_batch_", write_batch_or_fail),
+        ):
             yield
 
     def is_dead(self) -> bool:

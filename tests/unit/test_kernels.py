@@ -35,8 +35,8 @@ from deltachain.kernels.segments import (
 from deltachain.types import BITS_DTYPES, TensorSpec
 from tests.contract import reference
 from tests.contract.batches import Given, batch_of, streams_of
-from tests.contract.host import HOST_CHECKS, HostArm
-from tests.contract.kernels import BIT_CHECKS, CHECKS, LIVE_CHECKS, Arm, DeviceArm, pairs
+from tests.contract.host import BATCH_CHECKS, HOST_CHECKS, HostArm
+from tests.contract.kernels import BIT_CHECKS, CHECKS, LIVE_CHECKS, DeviceArm, pairs
 from tests.contract.many_tensors import Weights, settle
 from tests.small_disk import run_on_small_disk
 
@@ -280,8 +280,8 @@ def test_copies_and_digests_are_those_of_one_thread(
         assert threaded.digest(key, bits, 77) == reference.digest(key, bits, 77)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_kernels_in_numba_keep_the_contract(check: Callable[[Arm], None]) -> None:
+@pytest.mark.parametrize("check", [*CHECKS, *BATCH_CHECKS], ids=lambda check: check.__name__)
+def test_kernels_in_numba_keep_the_contract(check: Callable[[Any], None]) -> None:
     kernels: Any = numba_kernels
     check(kernels)
 

@@ -44,6 +44,9 @@ class Encoding(ABC):
         compact: Whether the fewest bytes matter more than time: rows are stored in a short form,
             small tensors of a layer share digests, and tensors of all widths a bucket.
         stages: Whether readers stage its steps by :meth:`stage`, in one pass over the changes.
+        columns: Whether :meth:`fits_segment` and :meth:`streams` also take a segment whose fields
+            are ``(n,)`` int64 arrays: segments, or sums over those of a row, of ``n`` rows that
+            differ from the given one in name, counts and digest.
         shared: Streams in which a tensor with segments has one range for all of them.
     """
 
@@ -55,6 +58,7 @@ class Encoding(ABC):
     needs_old: ClassVar[bool] = False
     compact: ClassVar[bool] = False
     stages: ClassVar[bool] = False
+    columns: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset()
 
     def suits(self, spec: TensorSpec) -> bool:

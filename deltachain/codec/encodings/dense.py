@@ -97,6 +97,7 @@ class DenseEncoding(Encoding):
 
     name: ClassVar[str] = "dense"
     sparse: ClassVar[bool] = False
+    columns: ClassVar[bool] = True
 
     @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
@@ -104,7 +105,8 @@ class DenseEncoding(Encoding):
 
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
-        return segment.nnz == segment.length and not segment.gaps and not segment.exceptions
+        whole = segment.nnz == segment.length
+        return whole & (segment.gaps == 0) & (segment.exceptions == 0)
 
     @override
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:

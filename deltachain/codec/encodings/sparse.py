@@ -15,7 +15,7 @@ from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.kernels.arrays import Changes, StagedSteps, StepStreams, WindowPlace
+from deltachain.kernels.arrays import Changes, StepStreams
 from deltachain.types import Bits, Indices, TensorSpec
 
 WIDE_GAPS_BELOW: Final = 0.003
@@ -63,8 +63,9 @@ class SparseEncoding(Encoding):
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         limit = (1 << 8 * row.gap) - 1
-        fits = segment.nnz <= segment.gaps <= segment.nnz + segment.length // limit
-        return fits and segment.exceptions <= (segment.nnz if self.has_exceptions else 0)
+        most = segment.nnz + segment.length // limit
+        fits = (segment.nnz <= segment.gaps) & (segment.gaps <= most)
+        return fits & (segment.exceptions <= (segment.nnz if self.has_exceptions else 0))
 
     @override
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
@@ -140,6 +141,7 @@ class OverwriteEncoding(SparseEncoding):
     """New bits in ``value.k``: larger than steps, but the reader needs no base."""
 
     name: ClassVar[str] = "overwrite"
+    columns: ClassVar[bool] = True
 
     @override
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
@@ -168,7 +170,7 @@ class StepEncoding(SparseEncoding):
     absolute: ClassVar[bool] = False
     has_exceptions: ClassVar[bool] = True
     checked: ClassVar[bool] = True
-    stages: ClassVar[bool] = True
+    columns: ClassVar[bool] = True
 
     @override
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
@@ -217,16 +219,6 @@ class StepEncoding(SparseEncoding):
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
-
-    @override
-    def stage(
-        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
-    ) -> StagedSteps:
-        segments, streams = self.streams_of(tensor)
-        try:
-            return host.stage_steps(segments, streams, box, weights, key)
-        except ValueError as exc:
-            raise tensor.malformed(str(exc)) from exc
 
     @override
     def read_values(self, tensor: TensorReader) -> Bits:

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -221,14 +222,21 @@ def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
         )
 
 
+@lru_cache(maxsize=1 << 16)
+def _scale_word(name: str) -> str:
+    """Return the last word of the name of a scale; empty for other names."""
+    word = _LAST_WORD.search(name.lower())
+    return word.group() if word and _SCALE.search(word.group()) else ""
+
+
 def refuse_scale(spec: TensorSpec, values: Tensor) -> None:
     """Refuse a scale, known by its name, that is not finite: engines lose all that it scales."""
-    word = _LAST_WORD.search(spec.name.lower())
-    if word is None or _SCALE.search(word.group()) is None:
+    word = _scale_word(spec.name)
+    if not word:
         return
     lost = False
     if values.dtype == torch.uint8:
-        lost = _E8M0.search(word.group()) is not None and bool((values == _NAN_OF_E8M0).any())
+        lost = _E8M0.search(word) is not None and bool((values == _NAN_OF_E8M0).any())
     elif values.is_floating_point():
         cast = values.to(TORCH_DTYPES[spec.dtype])
         lost = not bool((cast.float() if cast.itemsize == 1 else cast).isfinite().all())

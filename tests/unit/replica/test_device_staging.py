@@ -15,6 +15,7 @@ from deltachain.errors import DigestMismatchError, FormatError
 from deltachain.kernels import staging
 from deltachain.kernels.torch_kernels import INT_DTYPES
 from deltachain.replica.device_staging import DeviceStager, DeviceWrite
+from deltachain.replica.host_staging import HostStager
 from deltachain.replica.placements import Placement
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
@@ -202,7 +203,7 @@ def test_a_damaged_frame_is_refused(tmp_path: Path) -> None:
     assert bench.model.holds(bench.old)
 
 
-def outcome(data: bytes, *, on_device: bool) -> tuple[str, object]:
+def outcome(data: bytes, where: str) -> tuple[str, object]:
     """What staging a part on live bits of zeros says: an error, or the new bits and effects."""
     try:
         part = Part.from_bytes(data, key="part")
@@ -210,15 +211,22 @@ def outcome(data: bytes, *, on_device: bool) -> tuple[str, object]:
         for row in part.directory.tensors:
             live = torch.zeros(row.spec.shape, dtype=INT_DTYPES[row.itemsize])
             place = Placement(live.view(-1), 0, (1,))
-            piece = TensorPlan(row.spec, (part,))
-            stager = DeviceStager({row.name: [(("0", 0), place)]}, {row.name: row.spec})
-            if on_device and stager.takes(piece):
-                written = list(stager.stage([stager.read(piece, 0, row.spec.numel)]))
-                found += [effect for _, effects in written for effect in effects.values()]
-                for write, _ in written:
+            places = {row.name: [(("0", 0), place)]}
+            stager = (DeviceStager if where == "device" else HostStager)(
+                places, {row.name: row.spec}
+            )
+            groups, _ = stager.groups([(0, part)]) if where != "tensor" else ((), ())
+            if groups and isinstance(stager, DeviceStager):
+                for _, write, effects in stager.stage([(one, stager.read(one)) for one in groups]):
+                    found += effects.values()
                     write.run()
+            elif groups and isinstance(stager, HostStager):
+                ((writes, effects),) = map(stager.stage, groups)
+                found += effects.values()
+                for one in writes:
+                    one.run()
             else:
-                patch = prepare(place, piece.read(0, row.spec.numel))
+                patch = prepare(place, TensorPlan(row.spec, (part,)).read(0, row.spec.numel))
                 found += [patch.effect] if patch.nnz else []
                 write_patch(place, patch)
             found.append(live.numpy().tobytes())
@@ -232,8 +240,9 @@ def outcome(data: bytes, *, on_device: bool) -> tuple[str, object]:
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_hostile_part_is_refused_as_on_the_host(name: str) -> None:
     data = forged(name)
-    assert outcome(data, on_device=True) == outcome(data, on_device=False)
-    assert outcome(data, on_device=True)[0] != "sound"
+    expected = outcome(data, "tensor")
+    assert outcome(data, "device") == outcome(data, "host") == expected
+    assert expected[0] != "sound"
 
 
 VALUES = (0, 1, 2, 3, 77, 127, 128, 200, 254, 255)
@@ -254,8 +263,8 @@ def test_random_streams_are_refused_or_decoded_as_on_the_host(part: str) -> None
             stream[rng.integers(len(stream))] = VALUES[rng.integers(len(VALUES))]
             forgery.streams[name] = bytes(stream)
         data = forgery.build()
-        mine = outcome(data, on_device=True)
-        assert mine == outcome(data, on_device=False)
+        mine = outcome(data, "device")
+        assert mine == outcome(data, "host") == outcome(data, "tensor")
         found.add(mine[0])
     assert "sound" in found
 

@@ -314,7 +314,7 @@ def test_the_host_decodes_with_a_copy_of_bits_on_a_device(axis: int) -> None:
     for (live, offset), (expected, _) in zip(shards(states[0], 2, axis), after, strict=True):
         place, before = OnCard(live, offset, (1024, 1)), live.clone()
         share = Share(((("", 0), place),), *place.span)
-        stage = _Stage(lambda _, share=share: share, 1 << 30, None)  # type: ignore[misc]
+        stage = _Stage(lambda _, share=share: share, 1 << 30)  # type: ignore[misc]
         with mock.patch.object(TensorPlan, "read", side_effect=AssertionError("in a thread")):
             keep = stage.read(plan)
         keep()

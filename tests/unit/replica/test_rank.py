@@ -30,6 +30,7 @@ from deltachain.kernels.torch_kernels import live_bits, storage_bits
 from deltachain.replica import fetcher, placements
 from deltachain.replica import rank as rank_module
 from deltachain.replica import staged as staged_module
+from deltachain.replica.host_staging import HostStager
 from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.layout.model_state import LoadGroup
 from deltachain.replica.placements import Placement, Window, nested
@@ -345,7 +346,10 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("cpu", "step", tmp_path)
 
 
-def test_what_fits_the_budget_is_kept_and_the_rest_is_deferred(bench: Bench) -> None:
+def test_what_fits_the_budget_is_kept_and_the_rest_is_deferred(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostStager, "group_nbytes", 100)
     bench.stage(1)
     whole = bench.rank.staged[1]
     assert whole.deferred == ()

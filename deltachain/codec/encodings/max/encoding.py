@@ -95,6 +95,7 @@ class MaxEncoding(Encoding):
     needs_old: ClassVar[bool] = True
     compact: ClassVar[bool] = True
     stages: ClassVar[bool] = True
+    columns: ClassVar[bool] = True
     shared: ClassVar[frozenset[str]] = frozenset(["class"])
 
     @override
@@ -136,9 +137,9 @@ class MaxEncoding(Encoding):
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         columns = row.shape[-1] if row.gap > 1 else 1
-        whole_rows = segment.start % columns == segment.length % columns == 0
+        whole_rows = (segment.start % columns == 0) & (segment.length % columns == 0)
         fits = segment.gaps <= most_nbytes(segment.length, segment.nnz, max(row.gap, 1))
-        return whole_rows and fits and segment.exceptions == segment.wide == 0
+        return whole_rows & fits & (segment.exceptions == 0) & (segment.wide == 0)
 
     @override
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
