@@ -294,6 +294,8 @@ class Rank:
             plans = SpoolReader(folder, abandon).plans(*self._batched())
             staged = stage(self._ties.noted(plans, tied), self._share, budget, threads)
             self._ties.check(tied, self._share)
+        if self._copies.bits:
+            trim_memory()  # a load needs it: of the one before, and of decoding
         with self._changing:
             if self._attached is not attached:
                 raise errors.BaseMismatchError(REPLACED)
