@@ -317,4 +317,4 @@ def warm_up(specs: Iterable[TensorSpec]) -> None:
             spec = TensorSpec("", dtype, (numel,))
             delta = TensorDelta(spec=spec, indices=indices, values=np.ones(2, spec.bits_dtype))
             part = Part.from_bytes(encode_part([Change(delta, StateDigest())]).data)
-            prepare_steps(WholeTensor(np.zeros(numel, spec.bits_dtype)), part.reader(""))
+            prepare(WholeTensor(np.zeros(numel, spec.bits_dtype)), part.read(""))
