@@ -177,6 +177,7 @@ class PublishConfig:
 
     @classmethod
     def of(cls, config: "PublishConfig | Location") -> "PublishConfig":
+        """Return settings, also for a URL or a folder alone."""
         return config if isinstance(config, cls) else cls(url=location_of(config))
 
     def __post_init__(self) -> None:

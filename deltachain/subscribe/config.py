@@ -76,6 +76,7 @@ class SubscribeConfig:
 
     @classmethod
     def of(cls, config: "SubscribeConfig | Location") -> "SubscribeConfig":
+        """Return settings, also for a URL or a folder alone."""
         return config if isinstance(config, cls) else cls(url=location_of(config))
 
     def __post_init__(self) -> None:
