@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_430, 235, 0.091),
-    "tests": Size(81_640, 347, 1.0),
+    "wheel": Size(52_430, 235, 0.09),
+    "tests": Size(81_640, 348, 1.0),
 }
 
 

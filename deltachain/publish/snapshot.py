@@ -22,7 +22,6 @@ from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import host, threaded, torch_kernels
 from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
-from deltachain.kernels.torch_kernels import INT_DTYPES, pin_
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_tensor
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to
@@ -105,9 +104,14 @@ class Slabs:
         slab, used = self._open.get(key, (None, 0))
         if slab is None or used + size > slab.numel():
             expected = min(SLAB_NBYTES // width, self.left.get(width, 0))
-            slab, used = torch.empty(max(size, expected), dtype=INT_DTYPES[width], device=where), 0
+            slab, used = (
+                torch.empty(
+                    max(size, expected), dtype=torch_kernels.INT_DTYPES[width], device=where
+                ),
+                0,
+            )
             if pinned:
-                pin_(slab)
+                torch_kernels.pin_(slab)
         self.left[width] = max(0, self.left.get(width, 0) - size)
         self._open[key] = slab, used + size
         return Kept(slab, used, numel, resident)

@@ -35,7 +35,6 @@ from torch.utils._pytree import tree_leaves
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels import host, torch_kernels
-from deltachain.kernels.torch_kernels import host_array, on_host
 from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest
 
@@ -357,7 +356,7 @@ def in_threads(
 
     Large tensors on the host are handled by several threads.
     """
-    is_here = all(on_host(tensor(item)) for item in items)
+    is_here = all(torch_kernels.on_host(tensor(item)) for item in items)
     with Pool(min(cores(), MOST) if is_here else 0) as pool:
         yield from pool.ordered(
             function, items, ahead=2 * MOST, small=lambda item: tensor(item).nbytes < SMALL
@@ -389,10 +388,10 @@ def fingerprint(tensor: Tensor) -> StateDigest:
         flat = flat.clone()
     end = len(flat) // 8 * 8
     words, rest = flat[:end].view(torch.int64), flat[end:]
-    if not on_host(flat):
+    if not torch_kernels.on_host(flat):
         return torch_kernels.digest(_KEY, words) + torch_kernels.digest(_KEY, rest, end)
-    found = host.digest(_KEY, host_array(words, np.uint64))
-    return found + host.digest(_KEY, host_array(rest, np.uint8), end)
+    found = host.digest(_KEY, torch_kernels.host_array(words, np.uint64))
+    return found + host.digest(_KEY, torch_kernels.host_array(rest, np.uint8), end)
 
 
 class SavedModel(NamedTuple):
