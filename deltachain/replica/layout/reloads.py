@@ -1,9 +1,8 @@
 """Test whether the members and outputs of an engine follow each tensor alone.
 
-Loading the present bits again must change nothing. For every tensor by itself, loading other bits
-must change the members or outputs of each of its layers, and loading the first bits again must
-restore them, bit for bit. A loader that silently does nothing, or updates only other tensors, fails
-these tests.
+For every tensor by itself, loading other bits must change the members or outputs of each of its
+layers, and loading the first bits again must restore them, bit for bit; the same bits always give
+the same. A loader that silently does nothing, or updates only other tensors, fails these tests.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
