@@ -109,6 +109,7 @@ def test_what_does_not_fit_the_budget_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_several_batches_are_one_stage(here: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceStager, "group_nbytes", 100)
     monkeypatch.setattr("deltachain.replica.staged.BATCH", 100)
     here.publish(1)
     here.subscriber.update()
