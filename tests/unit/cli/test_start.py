@@ -493,7 +493,7 @@ def test_a_dead_endpoint_is_named_and_waited_for_aloud(monkeypatch: pytest.Monke
     monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
     monkeypatch.setattr(outage.logger, "handlers", [handler])
     monkeypatch.setattr(outage, "REPORT_S", 0.1)
-    store = open_store("s3://bucket/run", OPTIONS | {"endpoint_url": DEAD, "deadline_s": 1.0})
+    store = open_store("s3://bucket/run", OPTIONS | {"endpoint_url": DEAD, "deadline_s": 3.0})
     for _ in range(2):
         with pytest.raises(StoreUnavailableError) as caught:
             store.find("a")
