@@ -44,9 +44,9 @@ class Encoding(ABC):
         compact: Whether the fewest bytes matter more than time: rows are stored in a short form,
             small tensors of a layer share digests, and tensors of all widths a bucket.
         stages: Whether readers stage its steps by :meth:`stage`, in one pass over the changes.
-        columns: Whether :meth:`fits_segment` and :meth:`streams` also take a segment whose fields
-            are ``(n,)`` int64 arrays: segments, or sums over those of a row, of ``n`` rows that
-            differ from the given one in name, counts and digest.
+        columns: Whether :meth:`fits_segment` and :meth:`streams` also accept a segment whose fields
+            are ``(n,)`` int64 arrays, for ``n`` segments or the sums of ``n`` rows. Their rows
+            differ from the given one in name, counts and digest alone.
         shared: Streams in which a tensor with segments has one range for all of them.
     """
 
@@ -136,7 +136,7 @@ class Encoding(ABC):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
-        """Decode the steps of one tensor, and stage those of a box; of encodings with ``stages``.
+        """Decode the steps of one tensor, and stage those in a box. Called only if ``stages``.
 
         Args:
             tensor: Reader of all segments with elements in the box.

@@ -230,8 +230,8 @@ def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
 class ModelState:
     """The members, bits and outputs of a model at one moment; it is not in use meanwhile.
 
-    The outputs are those of ``layers``, by default of all. A state of which nothing is ``saved``
-    cannot be put back, only compared with.
+    Outputs are computed for ``layers``, by default for all. Without ``saved``, the state can be
+    compared with, but not put back.
     """
 
     def __init__(
