@@ -43,7 +43,7 @@ def read_hint(store: Store) -> documents.Head:
 
 WIDE: Final = 16  # keys looked up by one request, in stores that look up many
 LIMIT: Final = 10**8  # number of keys, since numbers have eight digits
-NONE: Final = -1  # number of the newest record where there is none
+NONE: Final = -1  # number of the newest record if no record exists
 
 
 def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE) -> int:

@@ -48,7 +48,7 @@ of the speed of ``step``."""
 _RATES: Final = np.arange(MAX_RATE + 1)
 
 RECENT: Final = 8  # number of tables that a tensor may have in common with those before it
-SCANNED: Final = 64  # number of tables among which those of its kind are looked for
+SCANNED: Final = 64  # number of tables that are searched for some of the same kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
