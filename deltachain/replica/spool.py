@@ -200,7 +200,10 @@ def _remove(folder: Path, held: BinaryIO) -> None:
     gone = folder.with_name(f"{folder.name}{GONE}")
     with suppress(OSError):
         folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    for _ in range(100):  # a thread that found the folder before it moved may add one more file
+        shutil.rmtree(gone, ignore_errors=True)
+        if not gone.exists():
+            break
     held.close()
 
 
