@@ -35,7 +35,7 @@ examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # More processes than cores: most tests wait for a server or a child. Each has servers of its own.
-test: venv  ## the quick tests, before each push: eight minutes on two cores
+test: venv  ## the quick tests, before each push: four minutes on two cores
 	$(BIN)/pytest --quick -n 3 --dist worksteal
 
 test-all: test test-rest  ## the tests that need no GPU and no engine

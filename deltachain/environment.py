@@ -165,7 +165,6 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "FOLLOW": Variable("whether the server applies versions as they are committed", _switch),
     "STRICT": Variable("whether a server that cannot follow exits at startup", _switch),
     "PAUSE": Variable("treatment of running requests during a swap", _line),
-    "KEEP_CACHE": Variable("whether cached prefixes are kept across a swap", _switch),
     "TOKEN": Variable("bearer token that callers of the routes must send", _line),
     "TOKEN_FILE": Variable("file with such tokens, one a line, read again when it changes", Path),
     "MAX_LAG": Variable("largest lag, in versions, of a server that reports ready", _count),

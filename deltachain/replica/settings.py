@@ -58,7 +58,6 @@ class ReplicaSettings:
     follow: bool = False
     strict: bool = True
     pause: str = ""
-    keep_cache: bool = False
     token: str | Path = field(default="", repr=False)
     max_lag: int | None = None
     max_silence_s: float | None = None
@@ -70,7 +69,7 @@ class ReplicaSettings:
         cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
     ) -> "ReplicaSettings":
         """Return the settings of an engine that a program holds, which names the chain itself."""
-        own = _given(read(environment), ("PAUSE", "KEEP_CACHE"))
+        own = _given(read(environment), ("PAUSE",))
         spool = spool_folder(environment)
         return cls(subscribe=SubscribeConfig.of(config), spool=spool, **own)
 
@@ -89,7 +88,7 @@ class ReplicaSettings:
             token=read_secret(environment, "TOKEN"),
             spool=spool_folder(environment),
             presence=presence,
-            **_given(given, ("FOLLOW", "PAUSE", "KEEP_CACHE", "MAX_LAG", "MAX_SILENCE_S")),
+            **_given(given, ("FOLLOW", "PAUSE", "MAX_LAG", "MAX_SILENCE_S")),
         )
 
 

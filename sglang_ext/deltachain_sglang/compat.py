@@ -37,6 +37,7 @@ ASKED: Final = f"{_UPDATER}.SchedulerWeightUpdaterManager.check_weights"
 RELEASED: Final = f"{_UPDATER}.SchedulerWeightUpdaterManager.release_memory_occupation"
 PAUSED: Final = f"{_SCHEDULER}.pause_generation"
 NAMED: Final = f"{_SCHEDULER}.record_weight_version_change"
+QUEUED: Final = f"{_SCHEDULER}._add_request_to_queue"
 LOADED: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 TOLD: Final = f"{_TOKENIZER}.update_weights_from_disk"
 CHECKED: Final = f"{_TOKENIZER}.check_weights"
@@ -220,7 +221,7 @@ def front_ends() -> int:
     return int(context().get_serving().tokenizer_worker_num)
 
 
-def check_layout(*, keep_cache: bool) -> None:
+def check_layout(*, in_place: bool) -> None:
     """Refuse arrangements of ranks, models and caches that one leader cannot update."""
     parallel, memory = context().get_parallel(), context().get_memory()
     if parallel.nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
@@ -244,11 +245,17 @@ def check_layout(*, keep_cache: bool) -> None:
             hint="start it without --disaggregation-mode",
         )
     for name in OUTLIVING:
-        if getattr(memory, name) and not keep_cache:
+        if getattr(memory, name) and not in_place:
             raise UnsupportedEngineError(
                 "cached prefixes of this server would outlive the weights that made them",
-                hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_KEEP_CACHE=1",
+                hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_PAUSE=in_place",
             )
+    if in_place and context().get_serving().enable_streaming_session:
+        raise UnsupportedEngineError(
+            "sessions of this server keep keys and values of earlier weights for later requests",
+            hint="start it without --enable-streaming-session, or without "
+            "DELTACHAIN_PAUSE=in_place",
+        )
 
 
 def check_experts() -> None:

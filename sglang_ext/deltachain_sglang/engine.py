@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, TypeVar
@@ -17,7 +18,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat
 from .ranks import SchedulerRequest, decode_scheduler_reply
-from .start_check import PAUSES
+from .start_check import IN_PLACE, PAUSES
 
 BUSY_S: Final = 5.0
 """Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
@@ -34,17 +35,20 @@ class SglangEngine:
         self, server: Any, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
         self.software: Final = f"sglang/{compat.check_version()}"
-        compat.check_layout(keep_cache=settings.keep_cache)
         self.mode = pause_mode(settings.pause, PAUSES)
+        compat.check_layout(in_place=self.mode == IN_PLACE)
         self._server = compat.Server(server)
         self._loop = loop
-        self._flush = not settings.keep_cache and self.mode != "in_place"
         self._doubted = False
+        self._process, self._swaps = secrets.token_hex(8), 0
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
-        """Send a request to every rank, and return the replies; flush caches with a swap."""
-        flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
-        action = SCHEME + encode(SchedulerRequest(request=request, flush=flush))
+        """Send a request to every rank; flush or salt caches with a swap."""
+        swaps = isinstance(request, SwapRequest)
+        self._swaps += swaps
+        flush = swaps and (self.mode != IN_PLACE or self._doubted)
+        salt = f"{self._process}.{self._swaps}" if swaps and not flush else ""
+        action = SCHEME + encode(SchedulerRequest(request=request, flush=flush, salt=salt))
         until = time.monotonic() + BUSY_S
         while True:
             found = decode_scheduler_reply(self._wait(self._server.check_weights(action)))
@@ -68,14 +72,14 @@ class SglangEngine:
     def pause(self, *, in_doubt: bool = False) -> None:
         """Pause in the mode of the replica; drop a cache that may be wrong."""
         self._doubted |= in_doubt
-        keeps = self.mode == "in_place" and self._doubted
+        keeps = self.mode == IN_PLACE and self._doubted
         self._wait(self._server.pause("retract" if keeps else self.mode))
 
     def resume(self) -> None:
         self._wait(self._server.resume())
 
     def name_version(self, version: int) -> None:
-        """Label tokens with this version; the swap has flushed the caches of older ones."""
+        """Label tokens with this version."""
         self._wait(self._server.name(str(version)))
         self._doubted = False
 

@@ -18,15 +18,19 @@ from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import RankServices
 from deltachain.replica.settings import RankSettings
 
-from . import SCHEME, compat
+from . import SCHEME, cache_salts, compat
 from .model import SglangModel
 
 
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
-    """A request to all ranks; with ``flush``, caches are flushed once all have handled it."""
+    """A request to all ranks; with ``flush``, caches are flushed once all have handled it.
+
+    With a ``salt``, requests that have not started get it before.
+    """
 
     request: wire.AnyRequest
     flush: bool = False
+    salt: str = ""
 
 
 class SchedulerReply(Struct, frozen=True, kw_only=True):
@@ -67,6 +71,7 @@ def hook_schedulers() -> None:
     compat.hook(compat.RELEASED, on_release)
     compat.hook(compat.PAUSED, on_pause)
     compat.hook(compat.NAMED, on_name)
+    cache_salts.salt_requests()
 
 
 def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +131,8 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
         return SchedulerReply(status="busy")
+    if asked.salt:
+        cache_salts.renew(manager.scheduler, asked.salt)
     reply = _gathered(wire.encode_reply(service.handle(asked.request)))
     if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()

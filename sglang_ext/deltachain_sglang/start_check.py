@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
 
-PAUSES: Final = ("retract", "in_place", "abort")
+IN_PLACE: Final = "in_place"
+"""Pause mode in which caches and running requests are kept."""
+
+PAUSES: Final = ("retract", IN_PLACE, "abort")
 """Pause modes: running requests are recomputed afterwards, continue as they are, or are aborted."""
 
 

@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 ENGINE: Final = next((e for e in ("vllm", "sglang") if importlib.util.find_spec(e)), "")
 
 PAUSES: Final = {
-    "vllm": ("keep", "wait", "abort"),
+    "vllm": ("keep", "wait", "abort", "in_place"),
     "sglang": ("retract", "in_place", "abort"),
 }.get(ENGINE, ())
 
@@ -64,6 +64,7 @@ class Options:
     strikes: Path | None = None
     requests: int = 8
     bare: bool = False
+    first: Path = ROOT  # the first folder of modules
 
 
 class Server(ABC):
@@ -85,7 +86,9 @@ class Server(ABC):
         self._environment = {
             **inherited,
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (options.first, ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))
+            ),
             **self.variables(options),
             **given,
             **(options.environment or {}),

@@ -14,11 +14,11 @@ from tests.engines.trainer import Trainer
 
 pytestmark = pytest.mark.engine
 
-GOES_ON = ("keep", "retract", "in_place")
-"""Modes in which requests that were running go on with the next version."""
-
 STALE = "in_place"
-"""The mode in which they go on with what older weights left in the cache."""
+"""The mode in which running requests go on with keys and values of older weights."""
+
+GOES_ON = ("keep", "retract", STALE)
+"""Modes in which requests that were running go on with the next version."""
 
 LATENT = "deepseek_v3_wide"
 
@@ -123,12 +123,14 @@ def checked(trial: Trial, versions: int, *, finish: set[str], stale: bool = Fals
     return seen
 
 
+@pytest.mark.parametrize("pause", [*PAUSES[:1], STALE])
 def test_versions_arrive_under_load_and_no_prefix_outlives_one(
-    trainer: Trainer, tmp_path: Path
+    trainer: Trainer, tmp_path: Path, pause: str
 ) -> None:
-    with start(trainer.base, tmp_path / "server", trainer.url) as server:
+    environment = {"DELTACHAIN_PAUSE": pause}
+    with start(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
         trial = Trial(trainer, server, push=True)
-        checked(trial, 4, finish={"length"})
+        checked(trial, 4, finish={"length"}, stale=pause == STALE)
         assert wrong_after_an_update(trial) == 0
 
 
@@ -148,15 +150,12 @@ def test_thirty_versions_arrive_under_load(
         tmp_path / "server",
         trainer.url,
         environment=environment,
-        # What is judged is what running requests keep, not what others left in the cache for them.
-        arguments=["--disable-radix-cache"] if pause == STALE else [],
         requests=16,
     ) as server:
         trial = Trial(trainer, server, push=push)
         finish = {"length", "abort"} if pause == "abort" else {"length"}
         seen = checked(trial, 30, finish=finish, stale=pause == STALE)
-        if pause != STALE:
-            assert wrong_after_an_update(trial) == 0
+        assert wrong_after_an_update(trial) == 0
     if pause in GOES_ON:  # requests were running when weights changed, and went on
         assert any(len(answer.spans) > 1 for _, answer in seen.generated)
     else:
@@ -187,11 +186,16 @@ def test_thirty_versions_of_experts_arrive_under_load(family: str, tp: int, tmp_
 
 
 @pytest.mark.slow
-def test_a_kept_cache_serves_stale_prefixes_and_the_test_of_them_sees_it(
+def test_a_cache_without_salts_serves_stale_prefixes_and_the_test_of_them_sees_it(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    environment = {"DELTACHAIN_KEEP_CACHE": "1"}
-    with start(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
+    with start(
+        trainer.base,
+        tmp_path / "server",
+        trainer.url,
+        environment={"DELTACHAIN_PAUSE": STALE},
+        first=Path(__file__).with_name("unsalted"),
+    ) as server:
         assert wrong_after_an_update(Trial(trainer, server, push=True)) > 0
 
 

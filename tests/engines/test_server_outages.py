@@ -264,7 +264,7 @@ def test_a_replica_in_doubt_generates_nothing_and_forgets_what_it_cached(
     tmp_path: Path, pause: str
 ) -> None:
     """Whatever its mode, and though it keeps caches: what is in them is of no version."""
-    environment = {"DELTACHAIN_PAUSE": pause, "DELTACHAIN_KEEP_CACHE": "1"}
+    environment = {"DELTACHAIN_PAUSE": pause}
     with replicas(tmp_path, environment=environment) as replica:
         server, dice = replica.server, random.Random(5)
         server.update(replica.trainer.step())

@@ -39,7 +39,6 @@ def test_a_name_that_means_nothing_is_refused_by_the_nearest_that_does(
     [
         ("FOLLOW", "maybe"),
         ("FOLLOW", "2"),
-        ("KEEP_CACHE", "y"),
         ("STRICT", "very"),
         ("MAX_LAG", "-1"),
         ("MAX_LAG", "1.5"),
@@ -69,9 +68,9 @@ def test_a_value_that_means_nothing_is_refused(name: str, value: str) -> None:
 
 @pytest.mark.parametrize("word", [*TRUE, *FALSE, "TRUE", "Off"])
 def test_switches_take_a_few_words(word: str) -> None:
-    settings = ReplicaSettings.of(URL | {"DELTACHAIN_FOLLOW": word, "DELTACHAIN_KEEP_CACHE": word})
+    settings = ReplicaSettings.of(URL | {"DELTACHAIN_FOLLOW": word, "DELTACHAIN_STRICT": word})
     assert settings is not None
-    assert settings.follow is settings.keep_cache is (word.lower() in TRUE)
+    assert settings.follow is settings.strict is (word.lower() in TRUE)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ BACKEND: Final = "deltachain"
 HANDLE: Final = "deltachain_handle"
 """Name of the worker method that handles requests."""
 
+IN_PLACE: Final = "in_place"
+"""Pause mode in which caches and running requests are kept."""
+
 _HOMES: Final = {
     "EndpointPlugin": "deltachain_vllm.routes",
     "WorkerExtension": "deltachain_vllm.extension",
@@ -53,6 +56,10 @@ def register() -> None:
         from .compat import remember_loaded
 
         remember_loaded()
+        if os.environ.get("DELTACHAIN_PAUSE", "").strip() == IN_PLACE:
+            from .cache_salts import salt_requests
+
+            salt_requests()
     except (ImportError, AttributeError, ValueError) as exc:
         logger.warning("deltachain is not registered with this vLLM: %s", exc)
 

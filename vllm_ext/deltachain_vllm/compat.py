@@ -71,17 +71,15 @@ _HOOKED: Final = "deltachain_hooked"
 """Attribute that marks methods of vLLM as hooked."""
 
 
-def _hook(owner: Any, name: str, look: Callable[[Any], None]) -> None:
-    """Let a function look at what a method returns; idempotent."""
+def hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Wrap a method in a function that gets it before its arguments; idempotent."""
     original = getattr(owner, name)
     if hasattr(original, _HOOKED):
         return
 
     @wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        returned = original(*args, **kwargs)
-        look(returned)
-        return returned
+        return around(original, *args, **kwargs)
 
     setattr(hooked, _HOOKED, True)
     setattr(owner, name, hooked)
@@ -95,18 +93,25 @@ def check_configured(check: Callable[[int, int], None]) -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def look(config: Any) -> None:
+    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
         parallel = config.parallel_config
         check(parallel.data_parallel_size, parallel._api_process_count)
+        return config
 
-    _hook(EngineArgs, "create_engine_config", look)
+    hook(EngineArgs, "create_engine_config", checked)
 
 
 def remember_loaded() -> None:
     """Hook vLLM's loaders, to record a model's members before it runs; idempotent."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    _hook(BaseModelLoader, "load_model", record_loaded_state)
+    def recorded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        record_loaded_state(model)
+        return model
+
+    hook(BaseModelLoader, "load_model", recorded)
 
 
 def layerwise() -> Any:

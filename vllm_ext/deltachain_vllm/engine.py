@@ -17,7 +17,7 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
-from . import BACKEND, HANDLE
+from . import BACKEND, HANDLE, IN_PLACE
 from .compat import check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
@@ -46,7 +46,7 @@ class VllmEngine:
         self._client = client
         self._loop = loop
         self.asleep = False
-        self._clear, self._doubted = not settings.keep_cache, False
+        self._clear, self._doubted = self.mode != IN_PLACE, False
 
     def call(self, request: wire.RankRequest) -> Sequence[wire.RankReply]:
         """Send a request to every worker, a swap in vLLM's own update session if configured."""
@@ -75,7 +75,8 @@ class VllmEngine:
     def pause(self, *, in_doubt: bool = False) -> None:
         self._doubted |= in_doubt
         # Untrusted weights must generate no more tokens.
-        mode = "keep" if in_doubt and self.mode == "wait" else self.mode
+        keeps = self.mode == IN_PLACE or (in_doubt and self.mode == "wait")
+        mode = "keep" if keeps else self.mode
         self._wait(pause(self._client, mode, clear=self._clear or self._doubted))
 
     def resume(self) -> None:

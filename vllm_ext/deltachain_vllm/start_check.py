@@ -12,13 +12,15 @@ from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, UnsupportedEngineError
 from deltachain.replica.engine import VersionRange, start_faults
 
+from . import IN_PLACE
+
 logger = logging.getLogger(__name__)
 
 TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
 """Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
 
-PAUSES: Final = ("keep", "wait", "abort")
-"""Pause modes: running requests continue afterwards, are waited for, or are aborted."""
+PAUSES: Final = ("keep", "wait", "abort", IN_PLACE)
+"""Pause modes: running requests are computed anew, waited for, aborted, or continue as they are."""
 
 ROUTES: Final = "deltachain_http"
 """Name of deltachain's endpoint plugin in ``VLLM_PLUGINS``."""

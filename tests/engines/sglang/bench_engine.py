@@ -115,5 +115,5 @@ async def _lose(engine: Any, drawn: Drawn, lost: Lost) -> Lost:
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url))
     loop, manager = asyncio.get_running_loop(), engine.tokenizer_manager
     clearing = SglangEngine(manager, loop, settings)
-    keeping = SglangEngine(manager, loop, replace(settings, keep_cache=True))
+    keeping = SglangEngine(manager, loop, replace(settings, pause="in_place"))
     return await lose(clearing, keeping, generate, drawn, lost)

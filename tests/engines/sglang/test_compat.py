@@ -111,6 +111,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "disaggregation_mode": "null",
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
+        "enable_streaming_session": False,
         "weight_cache_mode": "off",
         **compat.MOVING,
     }
@@ -121,7 +122,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     options["moe"] = Bag()
     for getter in (
-        "get_parallel", "get_spec", "get_disagg", "get_memory", "get_model", "get_exec"
+        "get_parallel", "get_spec", "get_disagg", "get_memory", "get_model", "get_exec",
+        "get_serving",
     ):  # fmt: skip
         assert callable(getattr(runtime_context, getter))
         monkeypatch.setattr(runtime_context, getter, Bag)
@@ -149,10 +151,10 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_servers_that_are_refused(
     context: dict[str, Any], option: str, value: object, message: str
 ) -> None:
-    compat.check_layout(keep_cache=False)
+    compat.check_layout(in_place=False)
     context[option] = value
     with pytest.raises(ConfigError, match=message):
-        compat.check_layout(keep_cache=False)
+        compat.check_layout(in_place=False)
 
 
 def test_nodes_that_share_a_spool_may_be_several(
@@ -160,12 +162,17 @@ def test_nodes_that_share_a_spool_may_be_several(
 ) -> None:
     context["nnodes"] = 2
     monkeypatch.setenv("DELTACHAIN_SPOOL", "/shared/spool")
-    compat.check_layout(keep_cache=False)
+    compat.check_layout(in_place=False)
 
 
-def test_whoever_keeps_caches_may_have_any(context: dict[str, Any]) -> None:
+def test_caches_by_version_may_outlive_weights_but_sessions_may_not(
+    context: dict[str, Any],
+) -> None:
     context["enable_hierarchical_cache"] = True
-    compat.check_layout(keep_cache=True)
+    compat.check_layout(in_place=True)
+    context["enable_streaming_session"] = True
+    with pytest.raises(ConfigError, match="keys and values of earlier weights"):
+        compat.check_layout(in_place=True)
 
 
 @pytest.mark.usefixtures("context")

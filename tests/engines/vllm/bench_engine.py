@@ -100,6 +100,7 @@ def measure_losses(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lo
             **ENVIRONMENT,
             "DELTACHAIN_SPOOL": str(spool),
             "DELTACHAIN_URL": drawn.url,
+            "DELTACHAIN_PAUSE": "in_place",  # salts for the engine that keeps its cache
             "OMP_NUM_THREADS": str(threads),
         }
     )
@@ -155,5 +156,5 @@ async def _lose(client: Any, drawn: Drawn, lost: Lost) -> Lost:
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url))
     loop = asyncio.get_running_loop()
     clearing = VllmEngine(client, loop, settings)
-    keeping = VllmEngine(client, loop, replace(settings, keep_cache=True))
+    keeping = VllmEngine(client, loop, replace(settings, pause="in_place"))
     return await lose(clearing, keeping, generate, drawn, lost)

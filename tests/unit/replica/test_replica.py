@@ -51,7 +51,6 @@ def test_every_variable_is_read() -> None:
             "DELTACHAIN_STAGE_BUDGET": "1e9",
             "DELTACHAIN_FOLLOW": "Yes",
             "DELTACHAIN_PAUSE": "wait",
-            "DELTACHAIN_KEEP_CACHE": "on",
             "DELTACHAIN_TOKEN": "secret",
             "DELTACHAIN_MAX_LAG": "3",
             "DELTACHAIN_MAX_SILENCE_S": "60",
@@ -71,7 +70,6 @@ def test_every_variable_is_read() -> None:
         follow=True,
         strict=False,
         pause="wait",
-        keep_cache=True,
         token="secret",  # noqa: S106
         max_lag=3,
         max_silence_s=60.0,
