@@ -475,10 +475,10 @@ class Subscriber(Closeable):
         """
         self.open()
         with self._writing:
-            done, _ = self._take_back(version)
-        return done or self._roll_back(version)
+            done, goal = self._take_back(version)
+        return done or self._roll_back(goal)
 
-    def _roll_back(self, version: Version | None) -> HeldVersion:
+    def _roll_back(self, version: Version) -> HeldVersion:
         with self._updating:
             while True:
                 with self._writing:
@@ -501,6 +501,7 @@ class Subscriber(Closeable):
             told = f"cannot roll back from version {self.version} to {goal}"
             raise errors.ChainError(told, hint="name an older version")
         reached = {held.version, *(undo.held.version for undo in self._undo)}
+        self.scrub(if_altered=True)
         if self.poisoned or goal not in reached:
             return None, goal
         while self._held is not None and self._held.version != goal:

@@ -25,7 +25,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe import subscriber as module
 from tests.support.faults import Fault
-from tests.support.models import Replica, TinyModel, bits_of, same, scribble
+from tests.support.models import Replica, TinyModel, bits_of, replica_of, same, scribble
 from tests.support.values import present
 from tests.unit.subscribe.accidents import Run, copy, restore, rewrite, unchanged
 
@@ -147,6 +147,17 @@ def test_a_rollback_that_poisoned_leaves_no_way_back(five: Run, replica: Replica
     receipt = present(subscriber.update())
     assert (receipt.previous, receipt.version) == (None, 4)
     assert five.matches(replica, 4)
+
+
+def test_a_rollback_of_files_that_somebody_altered_plans_from_nothing(
+    five: Run,
+) -> None:
+    folder = replica_of(five.model, "folder", five.mirror)
+    subscriber = five.join(folder, *EACH)
+    scribble(folder)
+    assert subscriber.rollback().version == 3
+    assert subscriber.pinned
+    assert five.matches(folder, 3)
 
 
 # A rollback pins
