@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -69,13 +77,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, inner: int = INNER) -> None:
+    def __init__(self, inner: int = INNER, *, frozen: bool = True) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(inner) for _ in range(2))
         self.frozen = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.frozen.weight.requires_grad_(False)
+        self.frozen.weight.requires_grad_(not frozen)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -138,6 +146,21 @@ def tensor_parallel() -> nn.Module:
     return _sharded(model, mesh["dp"])
 
 
+def flat(*, original: bool = True, hybrid: bool = False) -> nn.Module:
+    shape = (2, distributed.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")) if hybrid else None
+    strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    return FullyShardedDataParallel(
+        Model() if original else Model(frozen=False),
+        device_mesh=mesh,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+
+
 def copies() -> nn.Module:
     return DistributedDataParallel(Model())
 
@@ -175,6 +198,9 @@ LAYOUTS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "columns": columns,
     "hybrid": hybrid,
     "tensor_parallel": tensor_parallel,
+    "flat": flat,
+    "flat_alone": partial(flat, original=False),
+    "flat_hybrid": partial(flat, hybrid=True),
     "copies": copies,
     "experts": experts,
     "stages": stages,
@@ -205,6 +231,9 @@ def train_step(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, 
 def whole(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
     mine: dict[str, Tensor] = {}
     seen: set[int] = set()
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return {name: t for name, t in model.state_dict().items() if name != "head.weight"}
     for name, tensor in named_tensors(model):
         if id(tensor) in seen:
             continue
@@ -271,7 +300,7 @@ def check(rank: int, version: int, model: nn.Module, url: str, folder: str) -> N
 
 def compare(folder: Path, expected: dict[str, Tensor]) -> None:
     checkpoint = Checkpoint(folder)
-    assert set(checkpoint.specs) == set(expected)
+    assert set(checkpoint.specs) == set(expected), set(checkpoint.specs) ^ set(expected)
     for name, tensor in expected.items():
         wire = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         bits = bits_of(wire.contiguous()).numpy().view(BITS_DTYPES[wire.element_size()])

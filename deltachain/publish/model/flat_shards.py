@@ -1,0 +1,144 @@
+"""Runs of elements of a parameter, as FSDP1 and DeepSpeed ZeRO-3 leave them on a rank."""
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import UnsupportedModelError
+from deltachain.publish.model.layout import INSTEAD
+from deltachain.torch_names import named_modules, named_tensors
+
+
+class FlatShard(Tensor):
+    """A rank's run of the elements of a parameter, with the methods of a ``DTensor``.
+
+    Its shape is that of the whole parameter. ``placements`` are the flat indices of its elements,
+    ``owner`` the tensor that an optimizer writes to, which counts writes.
+    """
+
+    placements: range
+    device_mesh: None
+    owner: Tensor
+    _local: Tensor
+
+    @classmethod
+    def of(cls, local: Tensor, start: int, shape: torch.Size, owner: Tensor) -> "FlatShard":
+        made: FlatShard = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=owner.requires_grad
+        )
+        made.placements, made.device_mesh = range(start, start + local.numel()), None
+        made.owner, made._local = owner, local.detach()
+        made._is_param = True  # type: ignore[attr-defined] # what isinstance(_, nn.Parameter) reads
+        return made
+
+    def to_local(self) -> Tensor:
+        return self._local
+
+    @property
+    def _version(self) -> int:
+        return self.owner._version
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401 - torch's
+        raise NotImplementedError(f"{func} of a flat shard: take its to_local()")
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def gathers_state(model: nn.Module) -> bool:
+    """Return whether ``state_dict`` of a model gathers it, on all ranks."""
+    return any(map(is_fsdp1, model.modules()))
+
+
+def named_shards(
+    model: nn.Module, saved: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what ``named_tensors`` does, with flat shards where a rank has runs of elements.
+
+    ``saved``: names in the ``state_dict`` of the model, if known.
+    """
+    flat: dict[str, Tensor] = {}
+    if gathers_state(model):
+        flat, saved = dict(_of_fsdp1(model)), set(saved_names(model))
+    for name, tensor in named_tensors(model, saved):
+        if name not in flat and not hasattr(tensor, "_shard_param_infos"):
+            yield name, _of_zero3(name, tensor) if hasattr(tensor, "ds_id") else tensor
+    yield from flat.items()
+
+
+def saved_names(model: nn.Module) -> Iterator[str]:
+    """Yield the names in the ``state_dict`` of an FSDP1 model, which gathers it when called."""
+    for _, path, module in named_modules(model):
+        own = nn.Module.get_extra_state is not type(module).get_extra_state
+        if own or (module._state_dict_hooks and not is_fsdp1(module)):
+            raise UnsupportedModelError(
+                f"{path or 'the model'!r} adds to the model's state_dict() or changes it, which FSDP1 "
+                "gathers to say",
+                hint=f"use FSDP2 (`fully_shard`; in Accelerate `fsdp_version: 2`), or {INSTEAD}",
+            )
+        tensors = {**module._parameters, **module._buffers}
+        yield from (path + name for name in tensors.keys() - module._non_persistent_buffers_set)
+
+
+def _of_fsdp1(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the runs of FSDP1's flat parameters: torch 2.7 to 2.13 have no public name for them.
+
+    What is read is checked against the parameters that FSDP1 shows, and by ``check_cover``.
+    """
+    paths: dict[int, list[str]] = {}
+    for _, path, module in named_modules(model):
+        paths.setdefault(id(module), []).append(path)
+    for wrapper in filter(is_fsdp1, model.modules()):
+        flat = getattr(getattr(wrapper, "_handle", None), "flat_param", None)
+        if flat is None:
+            continue
+        local, found = getattr(flat, "_local_shard", flat).detach(), {}
+        is_shown = flat._params and flat.data_ptr() == local.data_ptr()  # not whole at the moment
+        originals = flat._params or [flat] * len(flat._param_infos)
+        rows = zip(
+            flat._param_infos, flat._shapes, flat._shard_param_infos, originals, strict=True
+        )
+        for number, (info, shape, run, original) in enumerate(rows):
+            if flat._param_extensions[number] or not flat._contiguities[number]:
+                raise UnsupportedModelError(
+                    f"{info.param_name!r} of FSDP1 is sharded before it is flattened, or not "
+                    "contiguous",
+                    hint=f"use FSDP2 (`fully_shard`), or {INSTEAD}",
+                )
+            held, start = local[:0], 0
+            if run.in_shard:
+                start = run.intra_param_start_idx
+                held = local.narrow(0, run.offset_in_shard, run.numel_in_shard)
+            if is_shown and _memory(original) != _memory(held):
+                raise UnsupportedModelError(
+                    f"{info.param_name!r} is not where FSDP1 of torch {torch.__version__} says",
+                    hint=f"attach and publish between steps; otherwise {INSTEAD}",
+                )
+            found[info.module, info.param_name] = FlatShard.of(held, start, shape, original)
+        for shared in flat._shared_param_infos:
+            first = found[shared.prim_module, shared.prim_param_name]
+            found[shared.module, shared.param_name] = first
+        for (module, name), shard in found.items():
+            yield from ((path + name, shard) for path in paths[id(module)])
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    return tensor.numel(), tensor.data_ptr() if tensor.numel() else 0
+
+
+def _of_zero3(name: str, parameter: Any) -> Tensor:  # noqa: ANN401 - with DeepSpeed's attributes
+    shard, numel = parameter.ds_tensor, parameter.ds_numel
+    if hasattr(shard, "ds_quant_scale") or shard.status.name != "AVAILABLE":
+        raise UnsupportedModelError(
+            f"{name!r} is quantised by DeepSpeed, or offloaded to NVMe",
+            hint="leave zero_quantized_nontrainable_weights out, and offload to the CPU",
+        )
+    start = min(shard.ds_numel * parameter.ds_zero_partition_rank, numel)
+    held = shard.narrow(0, 0, min(shard.ds_numel, numel - start))
+    return FlatShard.of(held, start, parameter.ds_shape, parameter)
