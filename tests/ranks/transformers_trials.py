@@ -157,14 +157,15 @@ CONVERTED: dict[str, dict[str, Any]] = {
 """Models of transformers whose checkpoint has other tensors than the model."""
 
 
-def converted(rank: int, kind: str, url: str, folder: str, *, flat: bool = False) -> None:
+def converted(rank: int, kind: str, url: str, folder: str) -> None:
     torch.manual_seed(0)
+    kind, _, flat = kind.partition(" ")
     config = CONFIG_MAPPING[kind](**CONVERTED[kind])
     maker: Any = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM
     model: Any = maker.from_config(config, dtype=torch.float32)
     layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
     assert layers
-    if flat:
+    if flat == "FSDP1":
         policy = ModuleWrapPolicy({type(layer) for layer in layers})
         model = FullyShardedDataParallel(
             model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")

@@ -64,11 +64,14 @@ def named_shards(
     ``saved``: names in the ``state_dict`` of the model, if known.
     """
     flat: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}  # tied parameters have one shard
     if gathers_state(model):
         flat, saved = dict(_of_fsdp1(model)), set(saved_names(model))
     for name, tensor in named_tensors(model, saved):
         if name not in flat and not hasattr(tensor, "_shard_param_infos"):
-            yield name, _of_zero3(name, tensor) if hasattr(tensor, "ds_id") else tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = _of_zero3(name, tensor) if hasattr(tensor, "ds_id") else tensor
+            yield name, made[id(tensor)]
     yield from flat.items()
 
 
