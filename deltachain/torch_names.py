@@ -44,6 +44,7 @@ _WRAPPED: Final = {
     ("torch", "AveragedModel"): "module",
     ("torch", "ActivationWrapper"): "_checkpoint_wrapped_module",
     ("megatron", "DistributedDataParallel"): "module",
+    ("megatron", "Float16Module"): "module",
     ("deepspeed", "DeepSpeedEngine"): "module",
     ("lightning", "_FabricModule"): "_original_module",
     ("lightning_fabric", "_FabricModule"): "_original_module",

@@ -25,7 +25,7 @@ class FlatShard(Tensor):
     _local: Tensor
 
     @classmethod
-    def of(cls, local: Tensor, start: int, shape: torch.Size, owner: Tensor) -> "FlatShard":
+    def of(cls, local: Tensor, start: int, shape: tuple[int, ...], owner: Tensor) -> "FlatShard":
         made: FlatShard = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=owner.requires_grad
         )

@@ -18,7 +18,7 @@ from deltachain.kernels import host, torch_kernels
 from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model import refusals, wire_dtypes
 from deltachain.publish.model.assets import with_config_watched
-from deltachain.publish.model.conversion import Conversion, Destination, conversions
+from deltachain.publish.model.conversion import Conversion, Destination, Moved, conversions
 from deltachain.publish.model.flat_shards import gathers_state, named_shards
 from deltachain.publish.model.layout import ElementMap, ElementRun, local_of, local_shard
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
@@ -46,6 +46,17 @@ class Weight:
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedExport:
+    """An export of tensors that a checkpoint has renamed, cut apart, joined or transposed."""
+
+    live: TensorSource
+    moved: Moved
+
+    def __call__(self) -> Iterable[tuple[str, Tensor]]:
+        return self.live()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +220,15 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
             f"a {type(live).__name__} is neither a module nor a function that yields tensors",
             hint="give the module itself; of a dict of tensors, attach(lambda: tensors.items())",
         )
-    made = (_weight(name, tensor.detach(), None, dtype, {}) for name, tensor in _yielded(live))
+    converted: Mapping[str, Conversion] = {}
+    if isinstance(live, MovedExport):
+        shapes = {name: tuple(tensor.shape) for name, tensor in _yielded(live)}
+        converted = conversions(live.moved, shapes)
+    made = (_weight(name, one, converted.get(name), dtype, {}) for name, one in _yielded(live))
     found = [replace(one, frozen=False, is_buffer=False) for one in made]
     wire_dtypes.say_dtypes(((one.spec, one.tensor.dtype) for one in found), dtype, None)
     weights = tuple(sorted(found, key=lambda one: one.spec.name))
-    specs = specs_of(weight.element_map.slots[0].spec for weight in weights)
+    specs = specs_of(slot.spec for weight in weights for slot in weight.element_map.slots)
     live_now = partial(_yielded, live, frozenset(one.spec.name for one in found))
     return ModelTensors(weights, specs, {}, live_now, one_by_one=True)
 
