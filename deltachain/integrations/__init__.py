@@ -1,1 +1,1 @@
-"""Adapters to trainers and engines with doors of their own; each imports its framework when used."""
+"""Adapters to frameworks with names or steps of their own, each imported when it is used."""

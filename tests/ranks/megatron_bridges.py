@@ -1,8 +1,9 @@
 """Bridges of mbridge for the layers that megatron-core has without Transformer Engine."""
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
+from mbridge.core import LLMBridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -24,11 +25,8 @@ ON_HOST: dict[str, Any] = {
 }
 
 
-class Local(Qwen3Bridge):
-    _OTHER_MAPPING = {"input_layernorm.weight": [LAYER + "input_layernorm.weight"]}
-    _MLP_MAPPING = Qwen3Bridge._MLP_MAPPING | {
-        "pre_mlp_layernorm.weight": [LAYER + "post_attention_layernorm.weight"]
-    }
+class Local(LLMBridge):  # type: ignore[misc]
+    _OTHER_MAPPING: ClassVar = {"input_layernorm.weight": [LAYER + "input_layernorm.weight"]}
 
     def __init__(self, config: Any, **settings: Any) -> None:
         config.rope_theta = 10_000.0  # mbridge reads the name of transformers 4
@@ -42,13 +40,13 @@ class Local(Qwen3Bridge):
         )
 
 
-class LocalQwen3(Local):
-    pass
+class LocalQwen3(Local, Qwen3Bridge):  # type: ignore[misc]
+    _MLP_MAPPING = Qwen3Bridge._MLP_MAPPING | {
+        "pre_mlp_layernorm.weight": [LAYER + "post_attention_layernorm.weight"]
+    }
 
 
-class LocalQwen3Moe(Local, Qwen3MoEBridge):
-    _MLP_MAPPING = Qwen3MoEBridge._MLP_MAPPING | Local._MLP_MAPPING
-
+class LocalQwen3Moe(Local, Qwen3MoEBridge):  # type: ignore[misc]
     def _weight_name_mapping_mcore_local_to_global(
         self, model: nn.Module, consider_ep: bool = True
     ) -> dict[str, str]:

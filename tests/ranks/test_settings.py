@@ -77,7 +77,9 @@ def test_what_trainers_of_transformers_and_accelerate_hold_is_published(
     run(f"tests.ranks.transformers_trials:{trial}", 2, url, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe FSDP1", "hrm_text", "inkling2_text", "inkling2_text FSDP1", "llava"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe FSDP1", "hrm_text", "inkling2_text", "inkling2_text FSDP1", "llava"]
+)
 def test_what_is_converted_when_it_is_saved_loads_and_computes_the_same(
     tmp_path: Path, kind: str
 ) -> None:

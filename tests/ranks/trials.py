@@ -51,6 +51,7 @@ from deltachain.format.keys import manifest_key
 from deltachain.kernels.torch_kernels import bits_of
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.layout import local_of
+from deltachain.publish.model.source import TensorSource
 from deltachain.publish.revert import revert
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
@@ -261,22 +262,56 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
     model, optimizer = set_up(layout)
     for number in range(first):  # as if restored from a checkpoint of that step
         train_step(layout, model, optimizer, number)
+    train = partial(train_step, layout, model, optimizer)
+    numbers = range(first, first + steps)
+    publishes(rank, model, train, lambda: whole(model), url, folder, numbers=numbers)
+
+
+def publishes(
+    rank: int,
+    model: nn.Module | TensorSource,
+    train: Callable[[int], None],
+    export: Callable[[], dict[str, Tensor]],
+    url: str,
+    folder: str,
+    *,
+    numbers: range = range(10),
+) -> None:
+    """Publish each step, without a collective, and compare it with the gathered model."""
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
     dice = random.Random(rank)
     with CommDebugMode() as attaching:
         publisher = Publisher(config).attach(model)
     assert attaching.get_total_counts() == 0
     with publisher:
-        check(rank, publisher.version, model, url, folder)
-        for number in range(first, first + steps):
-            train_step(layout, model, optimizer, number)
+        check_bits(rank, publisher.version, export(), url, folder)
+        for number in numbers:
+            train(number)
             time.sleep(dice.random() * 0.1)  # ranks are never in step by themselves
             with CommDebugMode() as communication:
                 future = publisher.publish(step=number)
             assert communication.get_total_counts() == 0
             receipt = future.result(60)
             assert receipt.step == number
-            check(rank, receipt.version, model, url, folder)
+            check_bits(rank, receipt.version, export(), url, folder)
+
+
+def attaches(
+    rank: int,
+    attach: Callable[..., Any],
+    train: Callable[[int], None],
+    export: Callable[[], dict[str, Tensor]],
+    url: str,
+    folder: str,
+) -> None:
+    """Publish every second whole step, and at the end the third."""
+    attachment = attach(url=url, every_steps=2, dtype="BF16", when_busy="wait")
+    before = attachment.publisher.version
+    for number in range(100, 103):
+        train(number)
+    attachment.detach()
+    assert attachment.publisher.version == before + 2
+    check_bits(rank, before + 2, export(), url, folder)
 
 
 def publishes_max(rank: int, url: str, folder: str) -> None:

@@ -31,18 +31,18 @@ class FlatShard(Tensor):
         )
         made.placements, made.device_mesh = range(start, start + local.numel()), None
         made.owner, made._local = owner, local.detach()
-        made._is_param = True  # type: ignore[attr-defined] # what isinstance(_, nn.Parameter) reads
+        made._is_param = True  # what isinstance(_, nn.Parameter) reads
         return made
 
     def to_local(self) -> Tensor:
         return self._local
 
     @property
-    def _version(self) -> int:
+    def _version(self) -> int:  # type: ignore[override]
         return self.owner._version
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401 - torch's
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # noqa: ANN401
         raise NotImplementedError(f"{func} of a flat shard: take its to_local()")
 
 
@@ -81,8 +81,7 @@ def saved_names(model: nn.Module) -> Iterator[str]:
         own = nn.Module.get_extra_state is not type(module).get_extra_state
         if own or (module._state_dict_hooks and not is_fsdp1(module)):
             raise UnsupportedModelError(
-                f"{path or 'the model'!r} adds to the model's state_dict() or changes it, which FSDP1 "
-                "gathers to say",
+                f"{path or 'the model'!r} changes its state_dict(), which FSDP1 gathers to say",
                 hint=f"use FSDP2 (`fully_shard`; in Accelerate `fsdp_version: 2`), or {INSTEAD}",
             )
         tensors = {**module._parameters, **module._buffers}
@@ -90,45 +89,43 @@ def saved_names(model: nn.Module) -> Iterator[str]:
 
 
 def _of_fsdp1(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the runs of FSDP1's flat parameters: torch 2.7 to 2.13 have no public name for them.
-
-    What is read is checked against the parameters that FSDP1 shows, and by ``check_cover``.
-    """
     paths: dict[int, list[str]] = {}
     for _, path, module in named_modules(model):
         paths.setdefault(id(module), []).append(path)
     for wrapper in filter(is_fsdp1, model.modules()):
         flat = getattr(getattr(wrapper, "_handle", None), "flat_param", None)
-        if flat is None:
-            continue
-        local, found = getattr(flat, "_local_shard", flat).detach(), {}
-        is_shown = flat._params and flat.data_ptr() == local.data_ptr()  # not whole at the moment
-        originals = flat._params or [flat] * len(flat._param_infos)
-        rows = zip(
-            flat._param_infos, flat._shapes, flat._shard_param_infos, originals, strict=True
-        )
-        for number, (info, shape, run, original) in enumerate(rows):
-            if flat._param_extensions[number] or not flat._contiguities[number]:
-                raise UnsupportedModelError(
-                    f"{info.param_name!r} of FSDP1 is sharded before it is flattened, or not "
-                    "contiguous",
-                    hint=f"use FSDP2 (`fully_shard`), or {INSTEAD}",
-                )
-            held, start = local[:0], 0
-            if run.in_shard:
-                start = run.intra_param_start_idx
-                held = local.narrow(0, run.offset_in_shard, run.numel_in_shard)
-            if is_shown and _memory(original) != _memory(held):
-                raise UnsupportedModelError(
-                    f"{info.param_name!r} is not where FSDP1 of torch {torch.__version__} says",
-                    hint=f"attach and publish between steps; otherwise {INSTEAD}",
-                )
-            found[info.module, info.param_name] = FlatShard.of(held, start, shape, original)
-        for shared in flat._shared_param_infos:
-            first = found[shared.prim_module, shared.prim_param_name]
-            found[shared.module, shared.param_name] = first
-        for (module, name), shard in found.items():
+        for (module, name), shard in _runs(flat).items() if flat is not None else ():
             yield from ((path + name, shard) for path in paths[id(module)])
+
+
+def _runs(flat: Any) -> dict[tuple[nn.Module, str], Tensor]:  # noqa: ANN401 - a FlatParameter
+    """Return the runs in a flat parameter: torch 2.7 to 2.13 have no public name for them.
+
+    What is read is checked against the parameters that FSDP1 shows, and by ``check_cover``.
+    """
+    local, found = getattr(flat, "_local_shard", flat).detach(), dict[Any, Tensor]()
+    is_shown = flat._params and flat.data_ptr() == local.data_ptr()  # not whole at the moment
+    originals = flat._params or [flat] * len(flat._param_infos)
+    rows = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, originals, strict=True)
+    for number, (info, shape, run, original) in enumerate(rows):
+        if flat._param_extensions[number] or not flat._contiguities[number]:
+            raise UnsupportedModelError(
+                f"{info.param_name!r} was sharded or not contiguous before FSDP1 made it flat",
+                hint=f"use FSDP2 (`fully_shard`), or {INSTEAD}",
+            )
+        held, start = local[:0], 0
+        if run.in_shard:
+            start = run.intra_param_start_idx
+            held = local.narrow(0, run.offset_in_shard, run.numel_in_shard)
+        if is_shown and _memory(original) != _memory(held):
+            raise UnsupportedModelError(
+                f"{info.param_name!r} is not where FSDP1 of torch {torch.__version__} says",
+                hint=f"attach and publish between steps; otherwise {INSTEAD}",
+            )
+        found[info.module, info.param_name] = FlatShard.of(held, start, shape, original)
+    for one in flat._shared_param_infos:
+        found[one.module, one.param_name] = found[one.prim_module, one.prim_param_name]
+    return found
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -34,7 +34,7 @@ Selection: TypeAlias = slice | Indices
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rank's block of a tensor, in row-major order; of a flat tensor if it is a run of elements."""
+    """A rank's block of a tensor, in row-major order; of a flat one, if it is a run of elements."""
 
     full: tuple[int, ...]
     offset: tuple[int, ...]
@@ -185,13 +185,6 @@ class ElementMap:
 
     def _ordered(self, axes: tuple[Indices, ...], limit: int) -> Iterator[AdjacentRuns]:
         """Yield windows slot by slot: the coordinates of a slot are a product over the axes."""
-        if len(axes) > len(self.box.full):  # a run of elements of a flat tensor
-            (start,), (numel,), at = self.box.offset, self.box.shape, 0
-            for box in blocks(start, start + numel, tuple(axis.size for axis in axes)):
-                for one in replace(self, box=box)._ordered(axes, limit):
-                    yield one._replace(select=one.select + at)
-                at += box.numel
-            return
         if len(axes) < len(self.box.full):
             everything = np.arange(self.box.numel)
             held = [(axes[0][self.box.flat(everything)], everything)]
@@ -218,9 +211,18 @@ class ElementMap:
                         run = range(int(run[0]), int(run[-1]) + 1)
                     yield AdjacentRuns(slot.spec, select[low:high], run)
 
+    def _by_block(self, axes: tuple[Indices, ...], limit: int) -> Iterator[AdjacentRuns]:
+        """Yield windows of a run of elements of a flat tensor, box after box."""
+        (start,), (numel,), done = self.box.offset, self.box.shape, 0
+        for box in blocks(start, start + numel, tuple(axis.size for axis in axes)):
+            for one in replace(self, box=box)._ordered(axes, limit):
+                yield one._replace(select=cast("Indices", one.select) + done)
+            done += box.numel
+
     def windows(self, limit: int) -> Iterator[AdjacentRuns]:
         if self.axes is not None:
-            yield from self._ordered(self.axes, limit)
+            is_flat = len(self.axes) > len(self.box.full)
+            yield from (self._by_block if is_flat else self._ordered)(self.axes, limit)
             return
         limit = max(1, min(limit, RUNS * self.box.run))
         for slot in self.slots:
