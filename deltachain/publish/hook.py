@@ -287,7 +287,7 @@ def _unwrapped(optimizer: object) -> Optimizer:
         raise UnsupportedModelError(
             f"{type(optimizer).__name__} is no torch optimizer",
             hint="give an optimizer of torch, or a list of several; of DeepSpeed, the "
-            "engine alone: attach(engine, url=...)",
+            f"engine alone: attach(engine, url=...); {_BY_HAND}",
         )
     return optimizer
 

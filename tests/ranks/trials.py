@@ -51,7 +51,7 @@ from deltachain.format.keys import manifest_key
 from deltachain.kernels.torch_kernels import bits_of
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.layout import local_of
-from deltachain.publish.model.source import TensorSource
+from deltachain.publish.model.source import MovedExport, TensorSource
 from deltachain.publish.revert import revert
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
@@ -472,7 +472,15 @@ def _frozen_on_one() -> nn.Module:
     return module
 
 
-REFUSED: dict[str, Callable[[], nn.Module]] = {
+def _meeting() -> MovedExport:
+    name = f"copy.{distributed.get_rank()}"
+    return MovedExport(
+        lambda: [(name, torch.ones(3))], lambda tensors: {"w": one for one in tensors.values()}
+    )
+
+
+REFUSED: dict[str, Callable[[], nn.Module | TensorSource]] = {
+    "meeting": _meeting,
     "hooked": _hooked,
     "partial": _partial,
     "unequal": _unequal,

@@ -75,6 +75,14 @@ def named_shards(
     yield from flat.items()
 
 
+def refuse_flat(model: nn.Module) -> None:
+    if gathers_state(model) or any(hasattr(one, "ds_id") for one in model.parameters()):
+        raise UnsupportedModelError(
+            "FSDP1 and ZeRO-3 leave runs of elements on a rank, which this export does not join",
+            hint="use FSDP2 (`fully_shard`; in Accelerate `fsdp_version: 2`), or ZeRO-2",
+        )
+
+
 def saved_names(model: nn.Module) -> Iterator[str]:
     """Yield the names in the ``state_dict`` of an FSDP1 model, which gathers it when called."""
     for _, path, module in named_modules(model):
