@@ -475,7 +475,8 @@ def _frozen_on_one() -> nn.Module:
 def _meeting() -> MovedExport:
     name = f"copy.{distributed.get_rank()}"
     return MovedExport(
-        lambda: [(name, torch.ones(3))], lambda tensors: {"w": one for one in tensors.values()}
+        lambda: [(name, torch.ones(3))],
+        lambda tensors: dict(zip("w", tensors.values(), strict=True)),
     )
 
 
