@@ -56,10 +56,11 @@ def shards(bridge: Any, models: Sequence[nn.Module]) -> MovedExport:  # noqa: AN
             if _is_vocabulary(name):
                 saved[_saved(bridge, name)[0]] = tensor
                 continue
-            merged = tensor
-            if _place(bridge, name, weights[name])[1] > 1:
-                parts = list(tensor.unbind())
-                merged = bridge._weight_merge_across_tp(name, parts, weights[name])
+            mine, merged = weights[name], tensor
+            count = _place(bridge, name, mine)[1]
+            if count > 1:
+                parts = tensor.chunk(count) if tensor.dim() == mine.dim() else tensor.unbind()
+                merged = bridge._weight_merge_across_tp(name, list(parts), mine)
             saved |= zip(*bridge._weight_to_hf_format(name, merged), strict=True)
         return saved
 
@@ -103,9 +104,14 @@ def _place(bridge: Any, name: str, tensor: Tensor) -> tuple[int, int]:  # noqa: 
 
 
 def _shard(bridge: Any, name: str, tensor: Tensor) -> Tensor:  # noqa: ANN401
-    """Return a rank's part as a run of all parts, one after another."""
+    """Return a rank's part as a run of all parts, one after another.
+
+    Parts of rows are joined: the rows of several checkpoint tensors may alternate across them.
+    """
     number, count = _place(bridge, name, tensor)
     start, shape = number * tensor.numel(), (count, *tensor.shape)
+    if getattr(tensor, "partition_dim", None) == 0:
+        shape = (count * tensor.shape[0], *tensor.shape[1:])
     if _is_vocabulary(name):  # no checkpoint has the rows that fill it up
         rows, width = bridge.vocab_size or count * tensor.shape[0], tensor.shape[1]
         start, shape = min(start, rows * width), (rows, width)
