@@ -17,6 +17,7 @@ from tests.support.hub.server import HubServer
 
 REFUSALS = [
     ("hooked", "which FSDP1 gathers to say", "FSDP2"),
+    ("inside", "part of an FSDP1 module outside", "outermost"),
     ("meeting", "hold 6 elements, and their checkpoint 3", "one copy of tied weights"),
     ("partial", "partial sum", "redistribute"),
     ("unequal", "differs on ranks 0 and 1", "replicas must be equal"),

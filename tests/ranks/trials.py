@@ -424,6 +424,11 @@ def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
     assert not Path(url).exists()
 
 
+def _inside() -> nn.Module:
+    inner: nn.Module = flat(original=False).module  # type: ignore[assignment]
+    return inner
+
+
 def _hooked() -> nn.Module:
     block = Block()
     block.up.register_state_dict_post_hook(lambda *_: None)
@@ -483,6 +488,7 @@ def _meeting() -> MovedExport:
 REFUSED: dict[str, Callable[[], nn.Module | TensorSource]] = {
     "meeting": _meeting,
     "hooked": _hooked,
+    "inside": _inside,
     "partial": _partial,
     "unequal": _unequal,
     "shape": _another_shape,

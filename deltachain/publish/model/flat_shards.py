@@ -67,8 +67,14 @@ def named_shards(
     made: dict[int, Tensor] = {}  # tied parameters have one shard
     if gathers_state(model):
         flat, saved = dict(_of_fsdp1(model)), set(saved_names(model))
+    known = set(map(id, _flat_parameters(model)))
     for name, tensor in named_tensors(model, saved):
-        if name not in flat and not hasattr(tensor, "_shard_param_infos"):
+        if name not in flat and id(tensor) not in known:
+            if hasattr(tensor, "_fsdp_flattened"):
+                raise UnsupportedModelError(
+                    f"{name!r} is a part of an FSDP1 module outside of the model",
+                    hint="give the outermost module that FSDP1 made",
+                )
             if id(tensor) not in made:
                 made[id(tensor)] = _of_zero3(name, tensor) if hasattr(tensor, "ds_id") else tensor
             yield name, made[id(tensor)]
@@ -100,10 +106,14 @@ def _of_fsdp1(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     paths: dict[int, list[str]] = {}
     for _, path, module in named_modules(model):
         paths.setdefault(id(module), []).append(path)
-    for wrapper in filter(is_fsdp1, model.modules()):
-        flat = getattr(getattr(wrapper, "_handle", None), "flat_param", None)
-        for (module, name), shard in _runs(flat).items() if flat is not None else ():
+    for flat in _flat_parameters(model):
+        for (module, name), shard in _runs(flat).items():
             yield from ((path + name, shard) for path in paths[id(module)])
+
+
+def _flat_parameters(model: nn.Module) -> list[Any]:
+    handles = [getattr(one, "_handle", None) for one in model.modules() if is_fsdp1(one)]
+    return [handle.flat_param for handle in handles if handle is not None]
 
 
 def _runs(flat: Any) -> dict[tuple[nn.Module, str], Tensor]:  # noqa: ANN401 - a FlatParameter
