@@ -17,6 +17,14 @@ from deltachain.publish.model.source import MovedExport
 from deltachain.torch_names import named_tensors, unwrapped
 
 _EXPERT: Final = ".mlp.experts.linear_fc"
+_ASKED: Final = (
+    "mpu",
+    "vocab_size",
+    "_weight_name_mapping_mcore_local_to_global",
+    "_weight_name_mapping_mcore_to_hf",
+    "_weight_merge_across_tp",
+    "_weight_to_hf_format",
+)
 _FIRST, _LAST = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -31,20 +39,15 @@ def shards(bridge: Any, models: Sequence[nn.Module]) -> MovedExport:  # noqa: AN
         models: What ``bridge.get_model`` returned, wrapped or not.
 
     Raises:
-        UnsupportedModelError: The bridge has no name for a weight, or ranks get the weights of a
-            step only later.
+        UnsupportedModelError: The bridge is another library's, or has no name for a weight; or
+            ranks get the weights of a step only later.
 
     Examples:
         >>> publisher = Publisher(url).attach(shards(bridge, models))    # doctest: +SKIP
         >>> optimizer.step()                                             # doctest: +SKIP
         >>> publisher.publish(step=1)                                    # doctest: +SKIP
     """
-    for model in models:
-        if getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False):
-            raise UnsupportedModelError(
-                "with overlap_param_gather, a rank gets weights of a step in its next forward pass",
-                hint="set overlap_param_gather=False",
-            )
+    _check(bridge, models)
     weights = dict(_named(bridge, models))
 
     def live() -> Iterator[tuple[str, Tensor]]:
@@ -65,6 +68,21 @@ def shards(bridge: Any, models: Sequence[nn.Module]) -> MovedExport:  # noqa: AN
         return saved
 
     return MovedExport(live, moved)
+
+
+def _check(bridge: Any, models: Sequence[nn.Module]) -> None:  # noqa: ANN401
+    if missing := [name for name in _ASKED if not hasattr(bridge, name)]:
+        raise UnsupportedModelError(
+            f"{type(bridge).__name__} has no {missing[0]!r}: expected a bridge of mbridge 0.15",
+            hint="publish whole tensors: attach(lambda: bridge.export_hf_weights(models)), or what "
+            "its export is called",
+        )
+    for model in models:
+        if getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False):
+            raise UnsupportedModelError(
+                "with overlap_param_gather, a rank gets weights of a step in its next forward pass",
+                hint="set overlap_param_gather=False",
+            )
 
 
 def _named(bridge: Any, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401

@@ -8,6 +8,8 @@ from typing import Final
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.errors import UnsupportedModelError
+from deltachain.integrations.megatron import shards
 from deltachain.store import open_store
 from deltachain.verify import verify
 
@@ -54,3 +56,9 @@ def test_every_version_is_the_export_of_the_framework(
     assert done.returncode == 0, done.stderr[-4000:]
     chain = Chain.open(open_store(url))
     assert [proof.version for proof in verify(chain)][:11] == list(range(11))
+
+
+def test_a_bridge_of_another_library_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="expected a bridge of mbridge") as caught:
+        shards(object(), [])
+    assert "publish whole tensors" in caught.value.hint

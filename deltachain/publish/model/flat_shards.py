@@ -152,11 +152,14 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 def _of_zero3(name: str, parameter: Any) -> Tensor:  # noqa: ANN401 - with DeepSpeed's attributes
     shard, numel = parameter.ds_tensor, parameter.ds_numel
-    if hasattr(shard, "ds_quant_scale") or shard.status.name != "AVAILABLE":
+    is_quantised, is_mics = hasattr(shard, "ds_quant_scale"), hasattr(parameter, "comm")
+    if is_quantised or is_mics or shard.status.name != "AVAILABLE":
         raise UnsupportedModelError(
-            f"{name!r} is quantised by DeepSpeed, or offloaded to NVMe",
-            hint="leave zero_quantized_nontrainable_weights out, and offload to the CPU",
+            f"{name!r} is quantised by DeepSpeed, offloaded to NVMe, or sharded by MiCS",
+            hint="use ZeRO-3 without zero_quantized_nontrainable_weights and mics_shard_size, and "
+            "offload to the CPU",
         )
-    start = min(shard.ds_numel * parameter.ds_zero_partition_rank, numel)
+    number = torch.distributed.get_rank(parameter.ds_process_group)
+    start = min(shard.ds_numel * number, numel)
     held = shard.narrow(0, 0, min(shard.ds_numel, numel - start))
     return FlatShard.of(held, start, parameter.ds_shape, parameter)
