@@ -108,11 +108,11 @@ venv-openenv: venv  ## build .venv-openenv, with the client of OpenEnv, which br
 	test -x .venv-openenv/bin/python || $(BIN)/uv venv -q -p $(BIN)/python .venv-openenv
 	$(BIN)/uv pip install -q -p .venv-openenv "openenv-core>=0.3,<0.4"
 
-# DeepSpeed builds from source, by a torch that is there.
-venv-trainers: venv  ## build .venv-trainers, with DeepSpeed and megatron-core, which train on CPUs in tests
-	test -x .venv-trainers/bin/python || $(BIN)/uv venv -q -p $(BIN)/python .venv-trainers
-	$(BIN)/uv pip install -q -p .venv-trainers "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')" \
-	  -e ".[trl]" pytest setuptools py-cpuinfo psutil ninja mbridge==0.15.1 megatron-core==0.16.1
+# DeepSpeed builds from source, by the torch that is there.
+venv-trainers: venv  ## build .venv-trainers, with DeepSpeed and megatron-core, which tests run on CPUs
+	test -x .venv-trainers/bin/pip || $(BIN)/python -m venv .venv-trainers
+	.venv-trainers/bin/pip install -q torch==2.13.0
+	$(BIN)/uv pip install -q -p .venv-trainers -e ".[trl]" pytest setuptools py-cpuinfo psutil ninja mbridge==0.15.1 megatron-core==0.16.1
 	DS_BUILD_OPS=0 $(BIN)/uv pip install -q -p .venv-trainers --no-build-isolation deepspeed==0.19.8
 
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
