@@ -603,12 +603,12 @@ def misses_one(rank: int, url: str, folder: str) -> None:
     assert publisher.version == 3
 
 
-def leaves_steps(rank: int, url: str, folder: str) -> None:
-    model, optimizer = set_up("rows")
+def leaves_steps(rank: int, layout: str, url: str, folder: str) -> None:
+    model, optimizer = set_up(layout)
     settings: dict[str, Any] = {"url": url, "dtype": "BF16", "deadline_s": 60}
     attachment = deltachain.attach(model, optimizer, every_steps=2, **settings)
     for number in range(3):
-        train_step("rows", model, optimizer, number)
+        train_step(layout, model, optimizer, number)
     attachment.detach()
     assert attachment.publisher.version == 2
     check(rank, 2, model, url, folder)
