@@ -39,10 +39,12 @@ WIRE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORC
 _WRAPPED: Final = {
     ("torch", "DistributedDataParallel"): "module",
     ("torch", "DataParallel"): "module",
+    ("torch", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
     ("torch", "OptimizedModule"): "_orig_mod",
     ("torch", "AveragedModel"): "module",
     ("torch", "ActivationWrapper"): "_checkpoint_wrapped_module",
     ("megatron", "DistributedDataParallel"): "module",
+    ("megatron", "Float16Module"): "module",
     ("deepspeed", "DeepSpeedEngine"): "module",
     ("lightning", "_FabricModule"): "_original_module",
     ("lightning_fabric", "_FabricModule"): "_original_module",

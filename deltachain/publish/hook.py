@@ -5,9 +5,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, cast, overload
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.model.source import TensorSource
 from deltachain.publish.publisher import Publisher, check_every_steps, close_at_exit
 
 if TYPE_CHECKING:
@@ -189,6 +190,43 @@ class OptimizerSteps:
             logger.warning("%s", line)
 
 
+class WholeSteps:
+    """Calls ``each`` after whole steps of DeepSpeed's engine or Megatron's optimizer.
+
+    These write weights after the optimizer of torch inside them, which has no hook for that, so
+    that a method of this one object is replaced.
+    """
+
+    def __init__(self, steps: Any, each: Callable[[int], None]) -> None:
+        self.count = self.depth = 0
+        self._steps = steps
+        call, before = steps.step, getattr(steps, "global_steps", 0)
+
+        @wraps(call)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.depth = 1
+            result = call(*args, **kwargs)
+            self.depth = 0
+            count = getattr(steps, "global_steps", before + self.count + 1) - before
+            if count > self.count:  # not while an engine accumulates gradients
+                self.count = count
+                each(count)
+            return result
+
+        steps.step = step
+
+    def remove(self) -> None:
+        del self._steps.step
+
+
+def stepping(model: object, optimizer: object) -> object:
+    """Return the engine or optimizer whose ``step`` ends with all weights written, if any."""
+    for one, kind in ((model, "DeepSpeedEngine"), (optimizer, "MegatronOptimizer")):
+        if any(base.__name__ == kind for base in type(one).__mro__):
+            return one
+    return None
+
+
 def say_averaged(optimizers: Iterable[object]) -> None:
     """Log optimizers that train other weights than they evaluate with, as schedule-free ones do."""
     for one in optimizers:
@@ -248,8 +286,8 @@ def _unwrapped(optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedModelError(
             f"{type(optimizer).__name__} is no torch optimizer",
-            hint="give an optimizer of torch, or a list of several; DeepSpeed steps inside its "
-            "engine: call Publisher.publish yourself after it",
+            hint="give an optimizer of torch, or a list of several; of DeepSpeed, the "
+            f"engine alone: attach(engine, url=...); {_BY_HAND}",
         )
     return optimizer
 
@@ -296,7 +334,7 @@ class Attachment:
     """
 
     publisher: Publisher
-    _steps: OptimizerSteps
+    _steps: OptimizerSteps | WholeSteps
 
     def detach(self) -> None:
         """Commit the last version, and stop publishing.
@@ -326,8 +364,8 @@ def attach(
 
 @overload
 def attach(
-    model: nn.Module,
-    optimizer: object,
+    model: nn.Module | TensorSource,
+    optimizer: object = None,
     *,
     url: str,
     every_steps: int = 1,
@@ -337,7 +375,7 @@ def attach(
 
 
 def attach(
-    model: "nn.Module | Trainer",
+    model: "nn.Module | TensorSource | Trainer",
     optimizer: object = None,
     *,
     url: str,
@@ -353,11 +391,12 @@ def attach(
     before it begins. With several ranks, call this on each rank, after the model is wrapped.
 
     Args:
-        model: Model on any device, wrapped or not; or a trainer of transformers or TRL, which gets
-            a callback.
+        model: Model on any device, wrapped or not; an engine of DeepSpeed, which steps itself; or a
+            trainer of transformers or TRL, which gets a callback. Or an export, with Megatron's
+            optimizer.
         optimizer: The torch optimizer of all parameters that require a gradient, or a list of
             several, of which all step for each version; also in wrappers of Accelerate and
-            Lightning Fabric. None with a trainer.
+            Lightning Fabric. None with an engine or a trainer.
         url: Location of the chain.
         every_steps: Number of optimizer steps for each version.
         config: All settings; ``url`` replaces the one in it.
@@ -375,7 +414,8 @@ def attach(
         1
         >>> callback = deltachain.attach(trainer, url="/mnt/policy")    # doctest: +SKIP
     """
-    if not isinstance(model, nn.Module):
+    outer, subject = stepping(model, optimizer), cast("Any", model)
+    if outer is None and not isinstance(model, nn.Module):
         if not hasattr(model, "add_callback"):
             raise ConfigError(
                 f"a {type(model).__name__} is neither a module nor a trainer of transformers",
@@ -385,23 +425,30 @@ def attach(
         from deltachain.publish.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
-        model.add_callback(callback.bind(model))
+        subject.add_callback(callback.bind(subject))
         return callback
     check_every_steps(every_steps)
-    optimizers = unwrap_optimizers(optimizer)
-    check_optimizers(model, optimizers)
-    say_averaged(optimizers)
+    optimizers: tuple[Optimizer, ...] = ()
+    if outer is None:
+        optimizers = unwrap_optimizers(optimizer)
+        check_optimizers(subject, optimizers)
+        say_averaged(optimizers)
     publisher = Publisher(PublishConfig.at(url, config, **settings))
-    publisher.attach(model, common={"every_steps": every_steps})
+    publisher.attach(subject, common={"every_steps": every_steps})
 
     def after_step(count: int) -> None:
         if count % every_steps == 0:
-            steps.check()
+            if isinstance(steps, OptimizerSteps):
+                steps.check()
             publisher.publish(step=count)
 
     warns = publisher.config.on_error == "warn"
     stopped = partial(setattr, publisher.totals, "stopped")
-    steps = OptimizerSteps(model, optimizers, after_step, stopped=stopped, warns=warns)
+    steps: OptimizerSteps | WholeSteps
+    if outer is None:
+        steps = OptimizerSteps(subject, optimizers, after_step, stopped=stopped, warns=warns)
+    else:
+        steps = WholeSteps(outer, after_step)
     attachment = Attachment(publisher, steps)
     close_at_exit(publisher, attachment.detach)
     return attachment

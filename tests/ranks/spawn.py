@@ -84,3 +84,7 @@ def _leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":  # with the Python of another environment
+    run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -71,8 +71,9 @@ def test_a_rank_that_can_not_read_the_store_tells_the_others(tmp_path: Path) -> 
     run("tests.ranks.trials:can_not_look", 2, (tmp_path / "chain").as_uri())
 
 
-def test_steps_after_the_last_version_are_published_at_the_end(tmp_path: Path) -> None:
-    run("tests.ranks.trials:leaves_steps", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_steps_after_the_last_version_are_published_at_the_end(tmp_path: Path, layout: str) -> None:
+    run("tests.ranks.trials:leaves_steps", 2, layout, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_a_rank_that_misses_a_publish_is_in_step_at_the_next(tmp_path: Path) -> None:

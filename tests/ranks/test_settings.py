@@ -16,8 +16,9 @@ from tests.ranks.spawn import run
 from tests.support.hub.server import HubServer
 
 REFUSALS = [
-    ("flat", "FSDP1", "FSDP2"),
-    ("fsdp1", "FSDP1", "deltachain push"),
+    ("hooked", "which FSDP1 gathers to say", "FSDP2"),
+    ("inside", "part of an FSDP1 module outside", "outermost"),
+    ("meeting", "hold 6 elements, and their checkpoint 3", "one copy of tied weights"),
     ("partial", "partial sum", "redistribute"),
     ("unequal", "differs on ranks 0 and 1", "replicas must be equal"),
     ("shape", "on one rank", "DTensors"),
@@ -78,7 +79,9 @@ def test_what_trainers_of_transformers_and_accelerate_hold_is_published(
     run(f"tests.ranks.transformers_trials:{trial}", 2, url, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "hrm_text", "inkling2_text", "llava"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe FSDP1", "hrm_text", "inkling2_text", "inkling2_text FSDP1", "llava"]
+)
 def test_what_is_converted_when_it_is_saved_loads_and_computes_the_same(
     tmp_path: Path, kind: str
 ) -> None:

@@ -9,7 +9,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import Tensor, distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -158,14 +159,21 @@ CONVERTED: dict[str, dict[str, Any]] = {
 
 def converted(rank: int, kind: str, url: str, folder: str) -> None:
     torch.manual_seed(0)
+    kind, _, flat = kind.partition(" ")
     config = CONFIG_MAPPING[kind](**CONVERTED[kind])
     maker: Any = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM
     model: Any = maker.from_config(config, dtype=torch.float32)
     layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
     assert layers
-    for layer in layers:
-        fully_shard(layer)
-    fully_shard(model)
+    if flat == "FSDP1":
+        policy = ModuleWrapPolicy({type(layer) for layer in layers})
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    else:
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
     settings = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)

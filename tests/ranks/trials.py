@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -43,6 +51,7 @@ from deltachain.format.keys import manifest_key
 from deltachain.kernels.torch_kernels import bits_of
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.layout import local_of
+from deltachain.publish.model.source import MovedExport, TensorSource
 from deltachain.publish.revert import revert
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
@@ -69,13 +78,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, inner: int = INNER) -> None:
+    def __init__(self, inner: int = INNER, *, frozen: bool = True) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(inner) for _ in range(2))
         self.frozen = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.frozen.weight.requires_grad_(False)
+        self.frozen.weight.requires_grad_(not frozen)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -138,6 +147,21 @@ def tensor_parallel() -> nn.Module:
     return _sharded(model, mesh["dp"])
 
 
+def flat(*, original: bool = True, hybrid: bool = False) -> nn.Module:
+    shape = (2, distributed.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")) if hybrid else None
+    strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    return FullyShardedDataParallel(
+        Model() if original else Model(frozen=False),
+        device_mesh=mesh,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+
+
 def copies() -> nn.Module:
     return DistributedDataParallel(Model())
 
@@ -175,6 +199,9 @@ LAYOUTS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "columns": columns,
     "hybrid": hybrid,
     "tensor_parallel": tensor_parallel,
+    "flat": flat,
+    "flat_alone": partial(flat, original=False),
+    "flat_hybrid": partial(flat, hybrid=True),
     "copies": copies,
     "experts": experts,
     "stages": stages,
@@ -205,6 +232,9 @@ def train_step(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, 
 def whole(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
     mine: dict[str, Tensor] = {}
     seen: set[int] = set()
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return {name: t for name, t in model.state_dict().items() if name != "head.weight"}
     for name, tensor in named_tensors(model):
         if id(tensor) in seen:
             continue
@@ -232,22 +262,56 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
     model, optimizer = set_up(layout)
     for number in range(first):  # as if restored from a checkpoint of that step
         train_step(layout, model, optimizer, number)
+    train = partial(train_step, layout, model, optimizer)
+    numbers = range(first, first + steps)
+    publishes(rank, model, train, lambda: whole(model), url, folder, numbers=numbers)
+
+
+def publishes(
+    rank: int,
+    model: nn.Module | TensorSource,
+    train: Callable[[int], None],
+    export: Callable[[], dict[str, Tensor]],
+    url: str,
+    folder: str,
+    *,
+    numbers: range = range(10),
+) -> None:
+    """Publish each step, without a collective, and compare it with the gathered model."""
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
     dice = random.Random(rank)
     with CommDebugMode() as attaching:
         publisher = Publisher(config).attach(model)
     assert attaching.get_total_counts() == 0
     with publisher:
-        check(rank, publisher.version, model, url, folder)
-        for number in range(first, first + steps):
-            train_step(layout, model, optimizer, number)
+        check_bits(rank, publisher.version, export(), url, folder)
+        for number in numbers:
+            train(number)
             time.sleep(dice.random() * 0.1)  # ranks are never in step by themselves
             with CommDebugMode() as communication:
                 future = publisher.publish(step=number)
             assert communication.get_total_counts() == 0
             receipt = future.result(60)
             assert receipt.step == number
-            check(rank, receipt.version, model, url, folder)
+            check_bits(rank, receipt.version, export(), url, folder)
+
+
+def attaches(
+    rank: int,
+    attach: Callable[..., Any],
+    train: Callable[[int], None],
+    export: Callable[[], dict[str, Tensor]],
+    url: str,
+    folder: str,
+) -> None:
+    """Publish every second whole step, and at the end the third."""
+    attachment = attach(url=url, every_steps=2, dtype="BF16", when_busy="wait")
+    before = attachment.publisher.version
+    for number in range(100, 103):
+        train(number)
+    attachment.detach()
+    assert attachment.publisher.version == before + 2
+    check_bits(rank, before + 2, export(), url, folder)
 
 
 def publishes_max(rank: int, url: str, folder: str) -> None:
@@ -262,7 +326,10 @@ def publishes_max(rank: int, url: str, folder: str) -> None:
 
 
 def check(rank: int, version: int, model: nn.Module, url: str, folder: str) -> None:
-    expected = whole(model)
+    check_bits(rank, version, whole(model), url, folder)
+
+
+def check_bits(rank: int, version: int, expected: dict[str, Tensor], url: str, folder: str) -> None:
     if rank == 0:
         pulled = Path(folder) / str(version)
         pull(url, out=pulled, version=version)
@@ -271,7 +338,7 @@ def check(rank: int, version: int, model: nn.Module, url: str, folder: str) -> N
 
 def compare(folder: Path, expected: dict[str, Tensor]) -> None:
     checkpoint = Checkpoint(folder)
-    assert set(checkpoint.specs) == set(expected)
+    assert set(checkpoint.specs) == set(expected), set(checkpoint.specs) ^ set(expected)
     for name, tensor in expected.items():
         wire = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         bits = bits_of(wire.contiguous()).numpy().view(BITS_DTYPES[wire.element_size()])
@@ -357,10 +424,15 @@ def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
     assert not Path(url).exists()
 
 
-def _fsdp1(*, original: bool) -> nn.Module:
-    return FullyShardedDataParallel(
-        Block(), use_orig_params=original, device_id=torch.device("cpu")
-    )
+def _inside() -> nn.Module:
+    inner: nn.Module = flat(original=False).module  # type: ignore[assignment]
+    return inner
+
+
+def _hooked() -> nn.Module:
+    block = Block()
+    block.up.register_state_dict_post_hook(lambda *_: None)
+    return FullyShardedDataParallel(block, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def _partial() -> nn.Module:
@@ -405,9 +477,18 @@ def _frozen_on_one() -> nn.Module:
     return module
 
 
-REFUSED: dict[str, Callable[[], nn.Module]] = {
-    "flat": partial(_fsdp1, original=False),
-    "fsdp1": partial(_fsdp1, original=True),
+def _meeting() -> MovedExport:
+    name = f"copy.{distributed.get_rank()}"
+    return MovedExport(
+        lambda: [(name, torch.ones(3))],
+        lambda tensors: dict(zip("w", tensors.values(), strict=True)),
+    )
+
+
+REFUSED: dict[str, Callable[[], nn.Module | TensorSource]] = {
+    "meeting": _meeting,
+    "hooked": _hooked,
+    "inside": _inside,
     "partial": _partial,
     "unequal": _unequal,
     "shape": _another_shape,
@@ -522,12 +603,12 @@ def misses_one(rank: int, url: str, folder: str) -> None:
     assert publisher.version == 3
 
 
-def leaves_steps(rank: int, url: str, folder: str) -> None:
-    model, optimizer = set_up("rows")
+def leaves_steps(rank: int, layout: str, url: str, folder: str) -> None:
+    model, optimizer = set_up(layout)
     settings: dict[str, Any] = {"url": url, "dtype": "BF16", "deadline_s": 60}
     attachment = deltachain.attach(model, optimizer, every_steps=2, **settings)
     for number in range(3):
-        train_step("rows", model, optimizer, number)
+        train_step(layout, model, optimizer, number)
     attachment.detach()
     assert attachment.publisher.version == 2
     check(rank, 2, model, url, folder)

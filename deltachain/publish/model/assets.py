@@ -22,6 +22,7 @@ from deltachain.checkpoint import (
 from deltachain.errors import UnsupportedModelError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model import kept_files
+from deltachain.publish.model.flat_shards import named_shards
 from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.model.refusals import is_of_peft
 from deltachain.publish.model.wire_dtypes import origin
@@ -165,7 +166,8 @@ _HINT: Final = (
 )
 
 
-def refuse_other_config(model: nn.Module) -> None:
+def refuse_other_config(wrapper: nn.Module) -> None:
+    model = unwrapped(wrapper)
     config = getattr(model, "config", None)
     if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
         return
@@ -187,7 +189,7 @@ def refuse_other_config(model: nn.Module) -> None:
             "another model",
             hint=f"set model.config.tie_word_embeddings = {tied}{_OTHER_FILES}",
         )
-    have, wanted = dict(named_tensors(model)), dict(named_tensors(made))
+    have, wanted = dict(named_shards(wrapper)), dict(named_tensors(made))
     shapes = {
         name: (tuple(tensor.shape), tuple(wanted[name].shape))
         for name, tensor in have.items()
@@ -266,12 +268,12 @@ def collect_assets(
     from, unless model or tokenizer (``others``) have changed since.
     """
     trusted = config.trust_remote_code
-    whole = unwrapped(model) if isinstance(model, nn.Module) else None
     if config.assets is not None:
         return read_assets(config.assets, trusted=trusted)
-    if whole is None:
+    if not isinstance(model, nn.Module):
         return read_assets(config.base, trusted=trusted) if config.base else {}
-    refuse_other_config(whole)
+    refuse_other_config(model)
+    whole = unwrapped(model)
     folder = config.base or origin(whole)
     if folder is None:
         files = kept_files.saved(*kept_files.own_parts(whole), *others, trusted=trusted)

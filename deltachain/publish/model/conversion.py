@@ -10,7 +10,8 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,10 @@ ONE_BY_ONE: Final = 60
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of live tensors, by name
 
 
+Moved: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Function that makes some tensors of a checkpoint from those of a model, moving elements alone."""
+
+
 class Destination(NamedTuple):
     name: str
     shape: tuple[int, ...]
@@ -57,16 +62,16 @@ class Conversion(NamedTuple):
 
 
 class SaveConversion:
-    """Names and tensors of a model as transformers saves them.
+    """Names and tensors of a model as transformers, or a function, saves them.
 
     Names are those of the whole model: some are changed only if others are given. ``shapes`` are
     the full shapes of all live tensors.
     """
 
-    def __init__(self, model: nn.Module, shapes: Shapes) -> None:
-        self._model = _saved_by_transformers(model)
+    def __init__(self, moved: nn.Module | Moved, shapes: Shapes) -> None:
+        self._moved = _by_transformers(moved) if isinstance(moved, nn.Module) else moved
         live = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        there = live if self._model is None else _convert(self._model, live)
+        there = live if self._moved is None else self._moved(live)
         names = {id(tensor): name for name, tensor in live.items()}
         self.names = frozenset(there)
         """Names of the checkpoint."""
@@ -78,14 +83,14 @@ class SaveConversion:
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         moved = {self.renamed[name]: t for name, t in tensors.items() if name in self.renamed}
         others = {name: t for name, t in tensors.items() if name not in self.renamed}
-        if self._model is None or not others:
+        if self._moved is None or not others:
             return moved | others
-        return moved | _convert(self._model, others)
+        return moved | dict(self._moved(others))
 
 
-def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
+def conversions(moved: nn.Module | Moved, shapes: Shapes) -> dict[str, Conversion]:
     """Find the conversions of all tensors that differ between model and checkpoint."""
-    saving = SaveConversion(model, shapes)
+    saving = SaveConversion(moved, shapes)
     known: dict[object, list[Conversion]] = {}
     found = {
         name: Conversion((Destination(there, shapes[name], 0, 0, math.prod(shapes[name])),))
@@ -114,7 +119,7 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
     return found
 
 
-def _saved_by_transformers(model: nn.Module) -> "PreTrainedModel | None":
+def _by_transformers(model: nn.Module) -> Moved | None:
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None  # not imported, so there is no such model
@@ -123,8 +128,8 @@ def _saved_by_transformers(model: nn.Module) -> "PreTrainedModel | None":
         return None
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if getattr(model, "_weight_conversions", None) is None and "FSDPModule" in kinds:
-        return _twin(cast("PreTrainedModel", model))
-    return cast("PreTrainedModel", model)
+        model = _twin(cast("PreTrainedModel", model))
+    return partial(_convert, cast("PreTrainedModel", model))
 
 
 def _twin(model: "PreTrainedModel") -> "PreTrainedModel":
@@ -140,7 +145,7 @@ def _twin(model: "PreTrainedModel") -> "PreTrainedModel":
 _twins: "WeakKeyDictionary[nn.Module, PreTrainedModel]" = WeakKeyDictionary()
 
 
-def _convert(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _convert(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
     converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -34,7 +34,7 @@ Selection: TypeAlias = slice | Indices
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rank's block of a tensor, in row-major order."""
+    """A rank's block of a tensor, in row-major order; of a flat one, if it is a run of elements."""
 
     full: tuple[int, ...]
     offset: tuple[int, ...]
@@ -86,6 +86,24 @@ class Box:
                 return count + held * min(max(at - offset, 0), shape)
             count += (at - offset) * held
         return count + index  # a tensor without dimensions
+
+
+def blocks(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Cut a run of elements of a tensor into boxes, in order: two an axis at most, and one more."""
+    row = math.prod(shape[1:])
+    if len(shape) == 1:
+        yield Box(shape, (start,), (stop - start,))
+        return
+    low, high = -(-start // row), stop // row  # whole rows; none if low is not below high
+    ends = [(start, min(stop, low * row)), (max(start, high * row), stop)]
+    for number, (first, last) in enumerate(ends[: 1 if low > high else 2]):
+        if number and low < high:
+            at = (low, *(0 for _ in shape[1:]))
+            yield Box(shape, at, (high - low, *shape[1:]))
+        if first < last:
+            at_row = first // row
+            for one in blocks(first - at_row * row, last - at_row * row, shape[1:]):
+                yield Box(shape, (at_row, *one.offset), (1, *one.shape))
 
 
 class ElementRun(NamedTuple):
@@ -155,13 +173,8 @@ class ElementMap:
     def _look_up(
         self, axes: tuple[Indices, ...], local: Indices
     ) -> Iterator[tuple[TensorSpec, Indices, Indices]]:
-        if len(axes) < len(self.box.full):
-            codes = axes[0][self.box.flat(local)]
-        else:
-            places = zip(
-                axes, self.box.offset, np.unravel_index(local, self.box.shape), strict=True
-            )
-            codes = sum((axis[offset:][at] for axis, offset, at in places), np.zeros_like(local))
+        places = np.unravel_index(self.box.flat(local), [axis.size for axis in axes])
+        codes = sum((axis[at] for axis, at in zip(axes, places, strict=True)), np.zeros_like(local))
         order = np.argsort(codes, kind="stable")
         codes = codes[order]
         numbers = np.arange(len(self.slots) + 1, dtype=np.int64) << NUMBER_BIT
@@ -198,9 +211,18 @@ class ElementMap:
                         run = range(int(run[0]), int(run[-1]) + 1)
                     yield AdjacentRuns(slot.spec, select[low:high], run)
 
+    def _by_block(self, axes: tuple[Indices, ...], limit: int) -> Iterator[AdjacentRuns]:
+        """Yield windows of a run of elements of a flat tensor, box after box."""
+        (start,), (numel,), done = self.box.offset, self.box.shape, 0
+        for box in blocks(start, start + numel, tuple(axis.size for axis in axes)):
+            for one in replace(self, box=box)._ordered(axes, limit):
+                yield one._replace(select=cast("Indices", one.select) + done)
+            done += box.numel
+
     def windows(self, limit: int) -> Iterator[AdjacentRuns]:
         if self.axes is not None:
-            yield from self._ordered(self.axes, limit)
+            is_flat = len(self.axes) > len(self.box.full)
+            yield from (self._by_block if is_flat else self._ordered)(self.axes, limit)
             return
         limit = max(1, min(limit, RUNS * self.box.run))
         for slot in self.slots:
@@ -245,6 +267,9 @@ def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
     if not is_sharded(tensor):
         return tensor, Box.whole(tuple(tensor.shape))
     sharded: Any = tensor
+    if isinstance(sharded.placements, range):  # a FlatShard
+        run = sharded.placements
+        return sharded.to_local(), Box((tensor.numel(),), (run.start,), (len(run),))
     if any(placement.is_partial() for placement in sharded.placements):
         raise UnsupportedModelError(
             f"{name!r} is a partial sum on every rank: no rank has bits of it",
@@ -270,7 +295,7 @@ def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a ``DTensor``, without importing its slow module."""
+    """Return whether a tensor is a ``DTensor`` or ``FlatShard``, without importing slow modules."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 

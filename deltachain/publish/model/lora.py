@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deltachain.checkpoint import PEFT_PREFIX, read_assets
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish.model.conversion import SaveConversion
+from deltachain.publish.model.flat_shards import refuse_flat
 from deltachain.publish.model.refusals import is_of_peft, refuse_overflow
 from deltachain.torch_names import WIRE_NAMES, named_modules, named_tensors, unwrapped
 from deltachain.types import TensorSpec
@@ -228,6 +229,7 @@ def _find(model: "PeftModel", adapter: str | None) -> tuple[str, Any]:
 
     Of several none is the obvious one: trainers add a reference adapter, and switch the active one.
     """
+    refuse_flat(model)
     known: Mapping[str, Any] = getattr(model, "peft_config", {})
     if adapter is None and len(known) == 1:
         adapter = next(iter(known))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.layout import INSTEAD, is_sharded, local_of
+from deltachain.publish.model.layout import is_sharded, local_of
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_modules
 from deltachain.types import TensorSpec
 
@@ -60,19 +60,7 @@ def refuse_model(wrapper: nn.Module, model: nn.Module) -> None:
                 hint="make it a part of the model, or publish an export that yields it too, "
                 f"{_PUSH}",
             )
-    for module in model.modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise UnsupportedModelError(
-                "the model is wrapped in FSDP1, which does not say where a piece belongs",
-                hint=f"use FSDP2 (`fully_shard`; in Accelerate `fsdp_version: 2`), or {INSTEAD}",
-            )
     named = list(model.named_parameters())
-    for name, parameter in named:
-        if hasattr(parameter, "ds_id"):
-            raise UnsupportedModelError(
-                f"{name!r} is partitioned by DeepSpeed, which does not say where a piece belongs",
-                hint=INSTEAD,
-            )
     adapters = [name or "model" for name, one in model.named_modules() if is_of_peft(one)]
     is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
     adapters += [name for name, _ in named if ".lora_" in name and not is_base_trained]

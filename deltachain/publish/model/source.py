@@ -18,9 +18,10 @@ from deltachain.kernels import host, torch_kernels
 from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model import refusals, wire_dtypes
 from deltachain.publish.model.assets import with_config_watched
-from deltachain.publish.model.conversion import Conversion, Destination, conversions
+from deltachain.publish.model.conversion import Conversion, Destination, Moved, conversions
+from deltachain.publish.model.flat_shards import gathers_state, named_shards
 from deltachain.publish.model.layout import ElementMap, ElementRun, local_of, local_shard
-from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,17 @@ class Weight:
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedExport:
+    """An export of tensors that a checkpoint has renamed, cut apart, joined or transposed."""
+
+    live: TensorSource
+    moved: Moved
+
+    def __call__(self) -> Iterable[tuple[str, Tensor]]:
+        return self.live()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +151,9 @@ def collect_weights(
     wrapper, model = model, unwrapped(model)
     refusals.say_wrapped(model)
     refusals.refuse_model(wrapper, model)
-    for name, tensor in named_tensors(model):
+    for name, tensor in _live_tensors(wrapper):
         refusals.refuse_lazy(name, tensor)
-    refusals.refuse_other_names(model, model.state_dict(keep_vars=True))
-    live, aliases = _distinct(model)
+    live, aliases = _distinct(wrapper)
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
     converted = conversions(model, shapes)
@@ -163,14 +174,14 @@ def collect_weights(
     wire_dtypes.say_dtypes(((one.spec, one.tensor.dtype) for one in weights), dtype, known)
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
-    attached = refusals.ModelForm.of(named_tensors(model))
+    attached = refusals.ModelForm.of(list(named_shards(wrapper)))
     shared = attached.shared({weight.spec.name for weight in weights if weight.frozen})
     weights = [replace(w, frozen=w.frozen and w.spec.name not in shared) for w in weights]
     if alone and not any(parameter.requires_grad for parameter in model.parameters()):
         # Nobody publishes a model that never changes: something else writes to it, as to an
         # average of weights, or in an evolution strategy.
         weights = [replace(weight, frozen=False) for weight in weights]
-    live_now = with_config_watched(model, partial(_live_tensors, model))
+    live_now = with_config_watched(model, partial(_live_tensors, wrapper))
     return ModelTensors(tuple(weights), specs, named, live_now, attached=attached)
 
 
@@ -194,10 +205,13 @@ def _known_dtypes(
     return wire_dtypes.origin_dtypes(wire_dtypes.origin(model), own, straight, warn)
 
 
-def _live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _live_tensors(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if gathers_state(wrapper):
+        return named_shards(wrapper)
+    model = unwrapped(wrapper)
     saved = model.state_dict(keep_vars=True)
     refusals.refuse_other_names(model, saved)
-    return named_tensors(model, saved)
+    return named_shards(model, saved)
 
 
 def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
@@ -206,11 +220,15 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
             f"a {type(live).__name__} is neither a module nor a function that yields tensors",
             hint="give the module itself; of a dict of tensors, attach(lambda: tensors.items())",
         )
-    made = (_weight(name, tensor.detach(), None, dtype, {}) for name, tensor in _yielded(live))
+    converted: Mapping[str, Conversion] = {}
+    if isinstance(live, MovedExport):
+        shapes = {name: tuple(tensor.shape) for name, tensor in _yielded(live)}
+        converted = conversions(live.moved, shapes)
+    made = (_weight(name, one, converted.get(name), dtype, {}) for name, one in _yielded(live))
     found = [replace(one, frozen=False, is_buffer=False) for one in made]
     wire_dtypes.say_dtypes(((one.spec, one.tensor.dtype) for one in found), dtype, None)
     weights = tuple(sorted(found, key=lambda one: one.spec.name))
-    specs = specs_of(weight.element_map.slots[0].spec for weight in weights)
+    specs = specs_of(slot.spec for weight in weights for slot in weight.element_map.slots)
     live_now = partial(_yielded, live, frozenset(one.spec.name for one in found))
     return ModelTensors(weights, specs, {}, live_now, one_by_one=True)
 
@@ -253,7 +271,8 @@ def _weight(
 ) -> Weight:
     local, box = local_shard(name, tensor)
     refusals.refuse_tensor(name, local)
-    goes = conversion or Conversion((Destination(name, box.full, 0, 0, tensor.numel()),))
+    shape = tuple(tensor.shape)
+    goes = conversion or Conversion((Destination(name, shape, 0, 0, tensor.numel()),))
     wanted = wire_dtypes.wire_dtype([t.name for t in goes.targets], local, dtype, wire)
     slots = tuple(
         ElementRun(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel)
@@ -261,8 +280,8 @@ def _weight(
     )
     # Vectors are always compared, at no cost: trainers of experts move biases without a gradient.
     is_buffer = not isinstance(tensor, nn.Parameter)
-    frozen = not is_buffer and not tensor.requires_grad and len(box.full) > 1
-    spec = TensorSpec(name, wanted, box.full)
+    frozen = not is_buffer and not tensor.requires_grad and len(shape) > 1
+    spec = TensorSpec(name, wanted, shape)
     gone = torch.empty(local.shape, dtype=local.dtype, device="meta")
     return Weight(spec, gone, frozen, ElementMap(box, slots, goes.axes), is_buffer)
 
@@ -281,10 +300,10 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Checkpoints of transformers leave out the names that the model calls tied to others.
     """
-    left_out = getattr(model, "all_tied_weights_keys", None) or {}
+    left_out = getattr(unwrapped(model), "all_tied_weights_keys", None) or {}
     names: dict[int, list[str]] = {}
     live: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(model):
+    for name, tensor in named_shards(model):
         if live.setdefault(name, tensor) is not tensor:
             raise UnsupportedModelError(
                 f"two weights of the model are called {name!r} once unwrapped"

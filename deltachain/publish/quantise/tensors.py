@@ -195,6 +195,11 @@ def _matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[M
             f"{weight.spec.name!r}",
             hint=_LEAVE,
         )
+    if len(weight.element_map.box.full) < len(weight.spec.shape):
+        raise ConfigError(
+            f"{chosen[0]!r} cannot be quantised: this rank has a run of its elements, not of rows",
+            hint="shard by rows, as FSDP2 does (`fully_shard`)",
+        )
     found = [_matrix(weight, run) for run in runs]
     for matrix in found:
         _refuse_divided_codes(matrix, recipe)

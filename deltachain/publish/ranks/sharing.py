@@ -164,8 +164,21 @@ def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
     owned = assign_shards(boxes, of_the_first=buffers)
     owned_weights = tuple(w for w in model.weights if w.spec.name in owned[ranks.number])
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
+    _check_targets(holdings, sum(spec.numel for spec in specs))
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
     return replace(model, weights=owned_weights, specs=specs, aliases=aliases)
+
+
+def _check_targets(holdings: Sequence[HeldShards], numel: int) -> None:
+    """Refuse tensors of different ranks that go to one of the checkpoint, or to a part of one."""
+    boxes = {name: held.box for holding in holdings for name, held in holding.held.items()}
+    live = sum(math.prod(box.full) for box in boxes.values())
+    if live != numel:
+        raise ConfigError(
+            f"the ranks hold {live} elements, and their checkpoint {numel}: two tensors go to one, "
+            "or a part is on no rank",
+            hint="attach on every rank that holds weights, and one copy of tied weights",
+        )
 
 
 def _held(weight: Weight, *, alone: bool) -> HeldShard:

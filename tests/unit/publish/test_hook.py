@@ -229,11 +229,12 @@ def compiled(model: nn.Module) -> Attached:
 
 
 def in_orders(*orders: str) -> Way:
-    """Two optimizers step in an order, another one each time."""
+    """Two optimizers, Muon and AdamW, step in an order, another one each time."""
 
     def way(model: nn.Module) -> Attached:
         first, *others = model.parameters()
-        optimizers = {"a": sgd(first), "b": AdamW(others, lr=0.1)}
+        muon: Any = getattr(torch.optim, "Muon", SGD)  # torch 2.9 has it
+        optimizers = {"a": muon([first], lr=0.1), "b": AdamW(others, lr=0.1)}
 
         def one(seed: int) -> None:
             backward(model, seed)

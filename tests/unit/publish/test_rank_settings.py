@@ -1,14 +1,16 @@
 import importlib.metadata
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.publish import PublishConfig
-from deltachain.publish.model.layout import Box
+from deltachain.publish.model.layout import Box, blocks
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import (
@@ -84,6 +86,16 @@ def test_rows_columns_copies_and_grids_cover() -> None:
     check_cover("w", [Box((2, 2), at, (1, 1)) for at in ((0, 0), (0, 1), (1, 0), (1, 1))])
     check_cover("w", [Box((), (), ())])
     check_cover("w", [Box((0, 2), (0, 0), (0, 2))])
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 2), (1, 2, 1, 3)])
+def test_boxes_of_a_run_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    for start in range(numel + 1):
+        for stop in range(start, numel + 1):
+            cut = [box.flat(np.arange(box.numel)) for box in blocks(start, stop, shape)]
+            assert np.concatenate([np.arange(0), *cut]).tolist() == list(range(start, stop))
+            assert len(cut) <= 2 * len(shape) - 1
 
 
 def settings_of(url: str = "/a", **settings: Any) -> dict[str, str]:

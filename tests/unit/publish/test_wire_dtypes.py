@@ -221,17 +221,19 @@ def test_a_conversion_is_what_its_operations_do_to_elements(data: st.DataObject)
         with pytest.raises(ConfigError, match="computed anew"):
             conversion._measured(chain, shapes)  # type: ignore[arg-type]
         return
+    numel = math.prod(shape)
+    low = data.draw(st.integers(0, numel - 1))
+    run = Box((numel,), (low,), (data.draw(st.integers(1, numel - low)),))  # of a flat shard
     for number, found in enumerate(conversion._measured(chain, shapes)):  # type: ignore[arg-type]
         slots = [ElementRun(TensorSpec(t.name, "BF16", t.shape), *t[2:]) for t in found.targets]
-        element_map = ElementMap(Box.whole(shape), tuple(slots), found.axes)
-        everything = np.arange(math.prod(shape))
-        for split in (element_map.split(everything), element_map.windows(5)):
-            moved = [
-                (there[spec.name][np.asarray(at)], everything[select]) for spec, select, at in split
-            ]
-            codes, live = (np.concatenate(both) for both in zip(*moved, strict=True))
-            assert np.array_equal(codes, live + (number << NUMBER_BIT))
-            assert np.array_equal(np.sort(live), everything)
+        for box, first in ((Box.whole(shape), 0), (run, low)):
+            element_map = ElementMap(box, tuple(slots), found.axes)
+            everything = np.arange(box.numel)
+            for split in (element_map.split(everything), element_map.windows(5)):
+                moved = [(there[s.name][np.asarray(at)], everything[held]) for s, held, at in split]
+                codes, live = (np.concatenate(both) for both in zip(*moved, strict=True))
+                assert np.array_equal(codes, live + first + (number << NUMBER_BIT))
+                assert np.array_equal(np.sort(live), everything)
 
 
 def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
