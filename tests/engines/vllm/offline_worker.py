@@ -20,6 +20,8 @@ def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
         skip_tokenizer_init=True,
         use_tqdm_on_load=False,
         tensor_parallel_size=ours.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=ours.parallel_config.pipeline_parallel_size,
+        enable_expert_parallel=ours.parallel_config.enable_expert_parallel,
     ).create_engine_config()
     with set_current_vllm_config(config):
         loader = get_model_loader(config.load_config)
