@@ -77,7 +77,7 @@ def main() -> None:
             if asked.attach:
                 sys.stdout.write(json.dumps(attach(llm, asked.url)) + "\n")
                 return
-            seen = follow(llm, judge, asked.versions, exact=asked.tp == 1, stock=asked.stock)
+            seen = follow(llm, judge, asked.versions, exact=asked.tp == 1 or asked.ep, stock=asked.stock)
     sys.stdout.write(json.dumps(asdict(seen)) + "\n")
 
 

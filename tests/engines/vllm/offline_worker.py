@@ -1,9 +1,14 @@
 """Workers of an offline ``LLM`` that can be asked what a fresh load of a checkpoint would hold."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import deltachain_vllm.extension
+from tests.engines.vllm.fresh import sharded_experts
+
+_KEPT: Final = ExitStack()
+_KEPT.enter_context(sharded_experts())
 
 
 def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
