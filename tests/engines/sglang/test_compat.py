@@ -149,10 +149,15 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_servers_that_are_refused(
     context: dict[str, Any], option: str, value: object, message: str
 ) -> None:
-    compat.check_layout(keep_cache=False)
+    compat.check_layout("retract", keep_cache=False)
     context[option] = value
     with pytest.raises(ConfigError, match=message):
-        compat.check_layout(keep_cache=False)
+        compat.check_layout("retract", keep_cache=False)
+
+
+def test_stages_are_followed_in_the_pause_that_they_obey(context: dict[str, Any]) -> None:
+    context["pp_size"] = 2
+    compat.check_layout("abort", keep_cache=False)
 
 
 def test_nodes_that_share_a_spool_may_be_several(
@@ -160,12 +165,12 @@ def test_nodes_that_share_a_spool_may_be_several(
 ) -> None:
     context["nnodes"] = 2
     monkeypatch.setenv("DELTACHAIN_SPOOL", "/shared/spool")
-    compat.check_layout(keep_cache=False)
+    compat.check_layout("retract", keep_cache=False)
 
 
 def test_whoever_keeps_caches_may_have_any(context: dict[str, Any]) -> None:
     context["enable_hierarchical_cache"] = True
-    compat.check_layout(keep_cache=True)
+    compat.check_layout("retract", keep_cache=True)
 
 
 @pytest.mark.usefixtures("context")
