@@ -308,7 +308,10 @@ def _facts(model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> Iter
         for name, value in os.environ.items()
         if name.startswith(OPTIONS) and not any(part in name for part in VOLATILE)
     }
-    yield [[one.name, one.dtype, one.shape, forms(seen.placements[n])] for n, one in source.specs.items()]
+    yield [
+        [one.name, one.dtype, one.shape, forms(seen.placements[n])]
+        for n, one in source.specs.items()
+    ]
     yield [sorted(source.owner.items()), source.present, sorted(source.uniform)]
     yield [sorted(seen.recording.reasons.items()), sorted(map(sorted, seen.recording.together))]
     yield [sorted(model.processed()), sorted(model.made_by_running())]

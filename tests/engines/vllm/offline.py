@@ -30,6 +30,9 @@ _ENVIRONMENT: Final = {
     "VLLM_PLUGINS": "deltachain",
 }
 
+# Eager engines on a CPU do not warm up, in which a stage makes what it receives into.
+_COMPILED: Final = {"compilation_config": {"mode": 3, "backend": "eager"}}
+
 
 @dataclass(slots=True)
 class Seen:
@@ -70,14 +73,15 @@ def main() -> None:
             "pipeline_parallel_size": asked.pp,
             "enable_expert_parallel": asked.ep,
             "distributed_executor_backend": "uni" if ranks == 1 else "mp",
-            # vLLM makes what stages exchange as it warms up, which an eager engine on a CPU does not.
-            "compilation_config": {"mode": 3 if asked.pp > 1 else 0, "backend": "eager"},
+            **(_COMPILED if asked.pp > 1 else {"enforce_eager": True}),
         }
         with _llm(asked.base, parallel, stock=asked.stock, lora=asked.lora) as llm:
             if asked.attach:
                 sys.stdout.write(json.dumps(attach(llm, asked.url)) + "\n")
                 return
-            seen = follow(llm, judge, asked.versions, exact=asked.tp == 1 or asked.ep, stock=asked.stock)
+            seen = follow(
+                llm, judge, asked.versions, exact=asked.tp == 1 or asked.ep, stock=asked.stock
+            )
     sys.stdout.write(json.dumps(asdict(seen)) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A worker whose linear layers and experts compute from their parameters, as those of an accelerator do.
+"""A worker whose linears and experts compute from their parameters, as those of an accelerator do.
 
 Stock vLLM on a CPU packs them into handles of its kernels: nothing could be written in place, and
 ``/weight_checker`` would see no weight.
