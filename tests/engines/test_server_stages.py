@@ -62,14 +62,12 @@ def follow(replica: Replica) -> None:
     """Update, fail on one rank alone, go back, and hold version 2 in the end."""
     server, trainer = replica.server, replica.trainer
     server.update(trainer.step())
-    assert replica.goes_on_as(1)
     trainer.step()
     strike(replica)
     error = error_of(server.post("update"), 409)
     assert (error["type"], replica.is_struck()) == ("PartialApplyError", True)
     assert replica.goes_on_as(1)
     assert server.update()["version"] == 2
-    assert replica.goes_on_as(2)
     assert server.post("rollback", version=1).status_code == 200
     assert replica.goes_on_as(1)
     assert server.post("scrub").status_code == 200
