@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 
 from deltachain.errors import UnsupportedEngineError
 
-from .start_check import TESTED
+from .start_check import IN_PLACE, TESTED
 
 ABORT_LOOK_S: Final = 0.01  # seconds between two checks whether aborted requests have ended
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
@@ -91,6 +91,44 @@ def gather(mine: object) -> list[Any]:
     return found
 
 
+def stages() -> int:
+    return int(context().get_parallel().pp_size)
+
+
+def stage() -> int:
+    return int(context().get_parallel().pp_rank)
+
+
+_TAG: Final = 0xDE17A  # of messages between stages, among SGLang's own
+_sent: list[Any] = []  # sends under way, with their tensors
+
+
+def send_back(text: str) -> None:
+    """Send a text to the first stage, which receives it by ``receive_back``; do not wait for it."""
+    group = context().get_parallel().pp_group
+    for work, _ in _sent:
+        work.wait()
+    body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    parts, to = (torch.tensor([body.numel()]), body), group.ranks[0]
+    _sent[:] = [
+        (torch.distributed.isend(part, to, group=group.cpu_group, tag=_TAG), part) for part in parts
+    ]
+
+
+def receive_back(count: int) -> list[str]:
+    """Wait for the texts that each later stage sent, and return the last one of each."""
+    group = context().get_parallel().pp_group
+
+    def receive(source: int) -> str:
+        size = torch.zeros(1, dtype=torch.int64)
+        torch.distributed.recv(size, source, group=group.cpu_group, tag=_TAG)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        torch.distributed.recv(body, source, group=group.cpu_group, tag=_TAG)
+        return body.numpy().tobytes().decode()
+
+    return [[receive(source) for _ in range(count)][-1] for source in group.ranks[1:]]
+
+
 @contextmanager
 def _grammars_aside(scheduler: Any) -> Iterator[None]:
     """Set aside requests with a grammar in compilation: uncached, but counted as running."""
@@ -163,7 +201,8 @@ def named() -> str:
 
 
 def rank_of() -> int:
-    return int(context().get_parallel().tp_group.rank_in_group)
+    parallel = context().get_parallel()
+    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_group.rank_in_group)
 
 
 def app() -> Any:
@@ -221,7 +260,7 @@ def front_ends() -> int:
     return int(context().get_serving().tokenizer_worker_num)
 
 
-def check_layout(*, in_place: bool) -> None:
+def check_layout(mode: str) -> None:
     """Refuse arrangements of ranks, models and caches that one leader cannot update."""
     parallel, memory = context().get_parallel(), context().get_memory()
     if parallel.nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
@@ -229,14 +268,16 @@ def check_layout(*, in_place: bool) -> None:
             f"this server spans {parallel.nnodes} nodes, and its spool lies on this one",
             hint="set DELTACHAIN_SPOOL, on each node, to a folder that all of them share",
         )
-    for name, hint in (
-        ("dp_size", "start a server for each replica"),
-        ("pp_size", "pipeline stages are not supported: use --tp-size"),
-    ):
-        if getattr(parallel, name) > 1:
-            raise UnsupportedEngineError(
-                f"this server has {name} {getattr(parallel, name)}", hint=hint
-            )
+    if parallel.dp_size > 1:
+        raise UnsupportedEngineError(
+            f"this server has dp_size {parallel.dp_size}", hint="start a server for each replica"
+        )
+    if parallel.pp_size > 1 and mode != "abort":
+        raise UnsupportedEngineError(
+            f"this server has pp_size {parallel.pp_size}, and SGLang's pipeline stages generate "
+            f"on in a pause of mode {mode}",
+            hint="set DELTACHAIN_PAUSE=abort, which ends running requests",
+        )
     check_experts()
     _check_speculation(context().get_spec().speculative_algorithm)
     if context().get_disagg().disaggregation_mode != "null":
@@ -245,12 +286,12 @@ def check_layout(*, in_place: bool) -> None:
             hint="start it without --disaggregation-mode",
         )
     for name in OUTLIVING:
-        if getattr(memory, name) and not in_place:
+        if getattr(memory, name) and mode != IN_PLACE:
             raise UnsupportedEngineError(
                 "cached prefixes of this server would outlive the weights that made them",
                 hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_PAUSE=in_place",
             )
-    if in_place and context().get_serving().enable_streaming_session:
+    if mode == IN_PLACE and context().get_serving().enable_streaming_session:
         raise UnsupportedEngineError(
             "sessions of this server keep keys and values of earlier weights for later requests",
             hint="start it without --enable-streaming-session, or without "

@@ -5,8 +5,10 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from threading import Lock
 from typing import Any, Final, TypeVar
 
+import msgspec
 from typing_extensions import override
 
 from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
@@ -17,13 +19,15 @@ from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat
-from .ranks import SchedulerRequest, decode_scheduler_reply
+from .ranks import COLLECT, SchedulerReply, SchedulerRequest, decode_scheduler_reply
 from .start_check import IN_PLACE, PAUSES
 
 BUSY_S: Final = 5.0
 """Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
 
 BUSY_POLL_S: Final = 0.005
+
+_TURN: Final = Lock()  # held until the replies of all pipeline stages are collected
 
 _T = TypeVar("_T")
 
@@ -36,8 +40,9 @@ class SglangEngine:
     ) -> None:
         self.software: Final = f"sglang/{compat.check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
-        compat.check_layout(in_place=self.mode == IN_PLACE)
+        compat.check_layout(self.mode)
         self._server = compat.Server(server)
+        self._is_staged = compat.stages() > 1
         self._loop = loop
         self._doubted = False
         self._process, self._swaps = secrets.token_hex(8), 0
@@ -48,10 +53,18 @@ class SglangEngine:
         self._swaps += swaps
         flush = swaps and (self.mode != IN_PLACE or self._doubted)
         salt = f"{self._process}.{self._swaps}" if swaps and not flush else ""
-        action = SCHEME + encode(SchedulerRequest(request=request, flush=flush, salt=salt))
+        asked = SchedulerRequest(request=request, flush=flush, salt=salt)
+        if flush and self._is_staged:  # one stage swaps before another could reply that it is busy
+            self._ask(msgspec.structs.replace(asked, ask=True))
+        return self._ask(asked)
+
+    def _ask(self, asked: SchedulerRequest) -> Sequence[RankReply]:
         until = time.monotonic() + BUSY_S
         while True:
-            found = decode_scheduler_reply(self._wait(self._server.check_weights(action)))
+            with _TURN:
+                found = self._send(encode(asked))
+                if self._is_staged:
+                    found = self._send(COLLECT)
             if found.status == "answered":
                 return found.replies
             if found.status == "asleep":
@@ -62,6 +75,9 @@ class SglangEngine:
             if time.monotonic() > until:
                 raise PartialApplyError("requests are running that the pause did not end")
             time.sleep(BUSY_POLL_S)
+
+    def _send(self, text: str) -> SchedulerReply:
+        return decode_scheduler_reply(self._wait(self._server.check_weights(SCHEME + text)))
 
     def is_dead(self) -> bool:
         return self._server.is_dead()

@@ -174,6 +174,14 @@ def logits(head: Any, rows: Tensor) -> Tensor | None:
     return found.float()
 
 
+def numbers_local_experts(layer: Any) -> bool:
+    """Return whether the kernel of experts gets numbers among those of its rank."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+
+    found = layer.dispatcher
+    return isinstance(found, StandardDispatcher) and not found.skip_local_expert_mapping
+
+
 def of_experts(layer: Any, rows: Tensor) -> Tensor:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput

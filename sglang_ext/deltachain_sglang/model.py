@@ -201,10 +201,13 @@ def computed(layer: Any, dtype: torch.dtype, seed: int | None = None) -> Tensor 
 
 
 def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:
-    """Return outputs for one row per expert, regardless of the router's choice."""
+    """Return outputs for one row per expert of this rank, regardless of the router's choice."""
+    count = layer.num_experts
     if layer.moe_ep_size > 1:
-        return None  # only a dispatcher, which calls other ranks, knows the experts of this rank
-    rows = _rows(layer, layer.hidden_size, dtype, count=layer.num_experts)
+        if not loading.numbers_local_experts(layer):
+            return None  # only its dispatcher, which calls other ranks, knows those of this rank
+        count = layer.num_local_experts
+    rows = _rows(layer, layer.hidden_size, dtype, count=count)
     return loading.of_experts(layer, rows).float()
 
 

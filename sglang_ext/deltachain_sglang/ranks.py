@@ -3,6 +3,9 @@
 Requests are sent as checks of weights, which SGLang passes to every scheduler between two of its
 steps, without a wait for running requests. SGLang returns only the reply of its first rank, so the
 ranks gather all replies first, and each returns all of them.
+
+A pipeline stage passes a request on after its own reply. So the replies of later stages are
+returned to a second request, ``COLLECT``.
 """
 
 import os
@@ -25,19 +28,25 @@ from .model import SglangModel
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
     """A request to all ranks; with ``flush``, caches are flushed once all have handled it.
 
-    With a ``salt``, requests that have not started get it before.
+    With a ``salt``, requests that have not started get it before. With ``ask``, nothing is handled:
+    stages reply whether they could.
     """
 
     request: wire.AnyRequest
     flush: bool = False
     salt: str = ""
+    ask: bool = False
 
 
 class SchedulerReply(Struct, frozen=True, kw_only=True):
-    """The replies of all ranks."""
+    """The replies of all ranks of a stage, or of all stages that replied with one status."""
 
     status: Literal["answered", "busy", "asleep"] = "answered"
     replies: tuple[wire.AnyReply, ...] = ()
+
+
+COLLECT: Final = "collect"
+"""Request for the replies of all stages to the requests before."""
 
 
 _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)
@@ -85,7 +94,7 @@ def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap ``check_weights``: handle deltachain's requests, and pass on any other."""
     if not request.action.startswith(SCHEME):
         return original(manager, request)
-    reply = _reply(request.action.removeprefix(SCHEME), manager)
+    reply = _STAGES.reply(request.action.removeprefix(SCHEME), manager)
     return compat.check_reply(wire.encode(reply))
 
 
@@ -111,6 +120,32 @@ def on_name(original: Callable[..., Any], scheduler: Any, new_version: str | Non
     return found
 
 
+class _Stages:
+    """Replies of this pipeline stage that the leader has not collected."""
+
+    def __init__(self) -> None:
+        self._replies: list[SchedulerReply] = []
+
+    def reply(self, text: str, manager: Any) -> SchedulerReply:
+        if text != COLLECT:
+            reply = _reply(text, manager)
+            if compat.stages() > 1 and compat.stage():
+                compat.send_back(wire.encode(reply))
+            elif compat.stages() > 1:
+                self._replies.append(reply)
+            return reply
+        mine, self._replies = self._replies, []
+        if not mine:
+            return SchedulerReply()
+        found = [mine[-1], *map(decode_scheduler_reply, compat.receive_back(len(mine)))]
+        worst = max((one.status for one in found), key=("answered", "busy", "asleep").index)
+        replies = [reply for one in found if one.status == worst for reply in one.replies]
+        return SchedulerReply(status=worst, replies=tuple(replies))
+
+
+_STAGES: Final = _Stages()
+
+
 def _reply(text: str, manager: Any) -> SchedulerReply:
     """Return the replies of all ranks to an encoded request; never raise, to keep the server alive.
 
@@ -131,6 +166,8 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
         return SchedulerReply(status="busy")
+    if asked.ask:
+        return SchedulerReply()
     if asked.salt:
         cache_salts.renew(manager.scheduler, asked.salt)
     reply = _gathered(wire.encode_reply(service.handle(asked.request)))

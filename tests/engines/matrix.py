@@ -153,6 +153,14 @@ def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
     return [examine(rank, family, 2) for family in families]
 
 
+def examine_way(rank: int, way: str, family: str) -> dict[str, Any]:
+    """The row of one of two ranks, which are stages or shards of experts."""
+    checkpoint(family)
+    with tempfile.TemporaryDirectory() as scratch:
+        how = {"tp": 2, "rank": rank, "way": way}
+        return asdict(_compare(family, Path(scratch), how, 1))
+
+
 def examine_many(rank: int, family: str, tp: str | int, versions: str | int) -> dict[str, Any]:
     return examine(rank, family, int(tp), plain=False, versions=int(versions))
 

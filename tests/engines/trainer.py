@@ -20,7 +20,7 @@ from examples.demo.corpus import documents
 from examples.demo.model import make_tokenizer
 from tests.engines.families import named, with_tokenizer
 
-NAMES: Final = ("qwen3", "qwen2", "llama", "gemma3")
+NAMES: Final = ("qwen3", "qwen2", "llama", "gemma3", "qwen3_moe")
 
 LEARNING_RATE: Final = 3e-6
 """Of the published steps; each then changes a few hundredths of all bf16 weights or fewer."""

@@ -50,7 +50,7 @@ def check_counts(engines: int, front_ends: int) -> None:
 
 
 def check_experts(config: Any) -> None:
-    """Refuse experts that vLLM moves between slots, or spreads over ranks as a whole."""
+    """Refuse experts that vLLM moves between slots."""
     parallel: Any = getattr(config, "parallel_config", None)
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(parallel, name, False):
@@ -59,12 +59,6 @@ def check_experts(config: Any) -> None:
                 f"this engine moves experts while it serves ({option}), where no update finds them",
                 hint=f"start it without {option}",
             )
-    spread = getattr(parallel, "enable_expert_parallel", False)
-    if spread and parallel.tensor_parallel_size > 1 and config.model_config.is_moe:
-        raise UnsupportedEngineError(
-            "this server has --enable-expert-parallel: no rank holds a part of every expert",
-            hint="start it without that option; --tensor-parallel-size alone splits each expert",
-        )
 
 
 _HOOKED: Final = "deltachain_hooked"

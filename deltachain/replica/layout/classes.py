@@ -36,7 +36,7 @@ class Classified(Struct, frozen=True, kw_only=True):
 
     kind: TensorClass
     reason: str = ""  # reason why it is not in place; empty if it is
-    windows: tuple[Form, ...] = ()
+    windows: tuple[Form, ...] = ()  # windows that the loader moves; none if it computes
     layers: tuple[str, ...] = ()  # layers that the engine reloads with it, together
     comparable: bool = False  # whether these can be compared with a fresh load
 
@@ -96,12 +96,12 @@ def _worst(spec: TensorSpec, found: Sequence[Classified]) -> tuple[TensorClass, 
     if not present:
         return "refused", "no rank holds it"
     worst = max(present, key=lambda one: ORDER[one.kind])
-    if worst.kind != "in_place":
-        return worst.kind, worst.reason
     held = sum(prod(size) for _, size, _ in {form for one in present for form in one.windows})
-    if held != spec.numel:
+    # A loader that computes moves no window. What is loaded may be moved more than once.
+    in_part = worst.kind in ON_HOST and all(one.windows for one in present) and held < spec.numel
+    if in_part or (worst.kind == "in_place" and held != spec.numel):
         return "refused", f"the ranks hold {held:,} of its {spec.numel:,} elements"
-    return "in_place", ""
+    return worst.kind, worst.reason
 
 
 def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, ...], ...]:

@@ -7,14 +7,14 @@ again, if that is exact and the model follows this tensor alone; if not, it is r
 any case the engine holds exactly the same bits afterwards as before.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.placements import Placement
 
-from .classes import ON_HOST, Classified, TensorClass
+from .classes import ON_HOST, Classified, Form, TensorClass
 from .derived import find_derived
 from .findings import Findings, from_recording, require_classes
 from .fresh_load import find_comparable
@@ -47,6 +47,7 @@ class Layout:
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     comparable: frozenset[LoadGroup] = frozenset()
     idle: frozenset[str] = frozenset()  # tensors that the engine loads with others
+    windows: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)  # of those on the host
 
     def comparing(self, compared: Container[str]) -> "Layout":
         kept = {g for g in self.comparable if all(name in compared for name in g.names)}
@@ -65,13 +66,15 @@ class Layout:
                 reason=self.reasons.get(name, ""),
                 layers=tuple(sorted(groups[name].layers)) if name in groups else (),
                 comparable=name in groups and groups[name] in self.comparable,
-                windows=tuple(
-                    (p.window.offset, p.window.size, p.window.stride)
-                    for p in self.places.get(name, ())
-                ),
+                windows=forms(self.places.get(name, ())) or self.windows.get(name, ()),
             )
             for name, kind in self.classes.items()
         }
+
+
+def forms(places: Iterable[Placement]) -> tuple[Form, ...]:
+    windows = [place.window for place in places]
+    return tuple((one.offset, one.size, one.stride) for one in windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ def discover(
         readable={n: placements[n] for n in findings.readable if classes[n] in ON_HOST},
         comparable=comparable,
         idle=findings.idle,
+        windows={n: forms(found) for n, found in placements.items() if classes[n] in ON_HOST},
     )
 
 

@@ -32,7 +32,7 @@ from deltachain.replica.engine import EngineModel
 from deltachain.replica.spool import make_folder
 
 from .classes import ON_HOST, Form, TensorClass
-from .discover import Layout, Recorded, discover, recorded
+from .discover import Layout, Recorded, discover, forms, recorded
 from .findings import Findings, all_layers, components, from_recording, links_of
 from .in_place import again, verify_in_place
 from .loaded_checkpoint import LoadedCheckpoint
@@ -122,7 +122,7 @@ def proof_of(layout: Layout, fingerprint: str, seen: Recorded) -> Proof:
             name: _Tensor(
                 kind=kind,
                 reason=layout.reasons.get(name, ""),
-                windows=_forms(seen, name),
+                windows=forms(seen.placements[name]),
                 readable=name in layout.readable,
                 idle=name in layout.idle,
             )
@@ -188,17 +188,12 @@ def _parsed(file: Path) -> Proof:
     return decode(body, Proof)
 
 
-def _forms(seen: Recorded, name: str) -> tuple[Form, ...]:
-    windows = [place.window for place in seen.placements[name]]
-    return tuple((one.offset, one.size, one.stride) for one in windows)
-
-
 def _agrees(proof: Proof, model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> bool:
     """Return whether a proof is about these tensors at these places, and is complete."""
     if proof.tensors.keys() != source.specs.keys():
         return False
     for name, one in proof.tensors.items():
-        if one.kind in ("refused", "unused") or one.windows != _forms(seen, name):
+        if one.kind in ("refused", "unused") or one.windows != forms(seen.placements[name]):
             return False
         if one.kind == "absent" and one.windows:
             return False
@@ -227,6 +222,7 @@ def _layout_of(proof: Proof, seen: Recorded) -> Layout:
         readable={n: seen.placements[n] for n, one in kept if one.readable},
         comparable=frozenset(group for (_, group), one in pairs if one.comparable),
         idle=frozenset(n for n, one in kept if one.idle),
+        windows={n: one.windows for n, one in kept if one.kind in ON_HOST},
     )
 
 
@@ -312,7 +308,10 @@ def _facts(model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> Iter
         for name, value in os.environ.items()
         if name.startswith(OPTIONS) and not any(part in name for part in VOLATILE)
     }
-    yield [[one.name, one.dtype, one.shape, _forms(seen, n)] for n, one in source.specs.items()]
+    yield [
+        [one.name, one.dtype, one.shape, forms(seen.placements[n])]
+        for n, one in source.specs.items()
+    ]
     yield [sorted(source.owner.items()), source.present, sorted(source.uniform)]
     yield [sorted(seen.recording.reasons.items()), sorted(map(sorted, seen.recording.together))]
     yield [sorted(model.processed()), sorted(model.made_by_running())]

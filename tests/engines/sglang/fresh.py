@@ -41,17 +41,23 @@ def load_in_context(
     rank: int = 0,
     plain_linears: bool = True,
     plain_experts: bool = False,
+    way: str = "tp",
 ) -> Iterator[tuple[Any, nn.Module]]:
-    """As :func:`load_fresh`, staying where SGLang's loaders can be called again."""
+    """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
+
+    Ranks are stages (``pp``) or shards, of experts as a whole (``ep``) or in part.
+    """
     del plain_linears, plain_experts
-    _bring_up(checkpoint, tp, rank)
+    _bring_up(checkpoint, tp, rank, way)
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.model_loader import get_model_loader
 
-    config = ModelConfig.from_server_args(_arguments(checkpoint, tp), model_path=str(checkpoint))
+    config = ModelConfig.from_server_args(
+        _arguments(checkpoint, tp, way), model_path=str(checkpoint)
+    )
     bootstrap.init_layer_runtime(model_config=config)
     load = LoadConfig()
     made = get_model_loader(load_config=load, model_config=config)
@@ -80,7 +86,7 @@ def known(config: Any, model: nn.Module) -> EngineModel:
     return SglangModel(model, config, "cpu")
 
 
-def _arguments(checkpoint: Path, tp: int) -> Any:
+def _arguments(checkpoint: Path, ranks: int, way: str) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     return ServerArgs(
@@ -88,7 +94,9 @@ def _arguments(checkpoint: Path, tp: int) -> Any:
         device="cpu",
         dtype="bfloat16",
         attention_backend="torch_native",
-        tp_size=tp,
+        tp_size=1 if way == "pp" else ranks,
+        pp_size=ranks if way == "pp" else 1,
+        ep_size=ranks if way == "ep" else 1,
         skip_tokenizer_init=True,
         mem_fraction_static=0.6,
         max_total_tokens=512,
@@ -98,7 +106,7 @@ def _arguments(checkpoint: Path, tp: int) -> Any:
     )
 
 
-def _bring_up(checkpoint: Path, tp: int, rank: int) -> None:
+def _bring_up(checkpoint: Path, tp: int, rank: int, way: str) -> None:
     if _published:
         return
     os.environ.update({**_ENVIRONMENT, **os.environ})
@@ -108,9 +116,10 @@ def _bring_up(checkpoint: Path, tp: int, rank: int) -> None:
     from sglang.srt.distributed import bootstrap
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
-    arguments = _arguments(checkpoint, tp)
+    arguments = _arguments(checkpoint, tp, way)
     threads = torch.get_num_threads()
-    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=rank, pp_rank=0), gpu_id=rank)
+    at = {"tp_rank": 0, "pp_rank": rank} if way == "pp" else {"tp_rank": rank, "pp_rank": 0}
+    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, **at), gpu_id=rank)
     publish(arguments, role="scheduler", ranks=ranks)
     one_batch._init_process_global_configs()
     bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=_port(tp, rank))

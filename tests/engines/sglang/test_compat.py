@@ -151,10 +151,15 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_servers_that_are_refused(
     context: dict[str, Any], option: str, value: object, message: str
 ) -> None:
-    compat.check_layout(in_place=False)
+    compat.check_layout("retract")
     context[option] = value
     with pytest.raises(ConfigError, match=message):
-        compat.check_layout(in_place=False)
+        compat.check_layout("retract")
+
+
+def test_stages_are_followed_in_the_pause_that_they_obey(context: dict[str, Any]) -> None:
+    context["pp_size"] = 2
+    compat.check_layout("abort")
 
 
 def test_nodes_that_share_a_spool_may_be_several(
@@ -162,17 +167,17 @@ def test_nodes_that_share_a_spool_may_be_several(
 ) -> None:
     context["nnodes"] = 2
     monkeypatch.setenv("DELTACHAIN_SPOOL", "/shared/spool")
-    compat.check_layout(in_place=False)
+    compat.check_layout("retract")
 
 
 def test_caches_by_version_may_outlive_weights_but_sessions_may_not(
     context: dict[str, Any],
 ) -> None:
     context["enable_hierarchical_cache"] = True
-    compat.check_layout(in_place=True)
+    compat.check_layout("in_place")
     context["enable_streaming_session"] = True
     with pytest.raises(ConfigError, match="keys and values of earlier weights"):
-        compat.check_layout(in_place=True)
+        compat.check_layout("in_place")
 
 
 @pytest.mark.usefixtures("context")

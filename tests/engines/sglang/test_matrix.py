@@ -121,6 +121,15 @@ def test_two_ranks(families: tuple[str, ...]) -> None:
             assert Row(**row).checked().classes == {"in_place": row["tensors"]}
 
 
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [("pp", "qwen3"), ("ep", "qwen3_moe"), pytest.param("pp", "qwen3_moe", marks=pytest.mark.slow)],
+)
+def test_stages_and_shards_of_experts(way: str, family: str) -> None:
+    for row in two_ranks("tests.engines.matrix:examine_way", way, family):
+        assert Row(**row).checked().classes == {"in_place": row["tensors"]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_thirty_versions_on_one_rank_and_on_two(family: str) -> None:

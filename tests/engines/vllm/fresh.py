@@ -161,6 +161,42 @@ def unpacked_experts() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sharded_experts(*, packed: bool = True) -> Iterator[None]:
+    """Let kernels of experts obey the map of expert parallelism, as those of GPUs do.
+
+    vLLM's own for CPUs looks for global numbers among the experts of its rank, past their end, and
+    the worker dies. Unless they are ``packed``, experts are multiplied as they were loaded.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    experts = cpu_moe.CPUUnquantizedExperts
+    kernel = experts.apply if packed else _multiply
+
+    def local(self: Any, *given: Any, expert_map: Tensor | None, **more: Any) -> None:
+        if expert_map is not None:
+            ids = expert_map[more["topk_ids"].long()].to(more["topk_ids"].dtype)
+            more["topk_weights"] = more["topk_weights"] * (ids >= 0)
+            more["topk_ids"] = ids.clamp(min=0)
+        kernel(self, *given, expert_map=None, **more)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(experts, "apply", local))
+        if not packed:
+            skip = patch.object(experts, "process_weights_after_loading", lambda *_: None)
+            stack.enter_context(skip)
+        yield
+
+
+def _multiply(_: Any, output: Tensor, hidden_states: Tensor, **given: Any) -> None:
+    output.zero_()
+    for number, (w13, w2) in enumerate(zip(given["w1"], given["w2"], strict=True)):
+        gate, up = nn.functional.linear(hidden_states, w13).chunk(2, -1)
+        found = nn.functional.linear(nn.functional.silu(gate) * up, w2)
+        weights = given["topk_weights"] * (given["topk_ids"] == number)
+        output += (found * weights.sum(-1, keepdim=True)).to(output.dtype)
+
+
 def known(config: Any, model: nn.Module) -> EngineModel:
     from deltachain_vllm.model import VllmModel
 

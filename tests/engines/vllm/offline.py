@@ -30,6 +30,9 @@ _ENVIRONMENT: Final = {
     "VLLM_PLUGINS": "deltachain",
 }
 
+# Eager engines on a CPU do not warm up, in which a stage makes what it receives into.
+_COMPILED: Final = {"compilation_config": {"mode": 3, "backend": "eager"}}
+
 
 @dataclass(slots=True)
 class Seen:
@@ -51,22 +54,34 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("--versions", type=int, default=20)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true")
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--attach", action="store_true")
     asked = parser.parse_args()
     os.environ.update(_ENVIRONMENT)
-    if asked.tp == 1:
+    ranks = asked.tp * asked.pp
+    if ranks == 1:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     else:
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(asked.tp))))
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(ranks))))
     with tempfile.TemporaryDirectory() as scratch:
         judge = _Judge(asked.url, Path(scratch))
-        with _llm(asked.base, tp=asked.tp, stock=asked.stock, lora=asked.lora) as llm:
+        parallel = {
+            "tensor_parallel_size": asked.tp,
+            "pipeline_parallel_size": asked.pp,
+            "enable_expert_parallel": asked.ep,
+            "distributed_executor_backend": "uni" if ranks == 1 else "mp",
+            **(_COMPILED if asked.pp > 1 else {"enforce_eager": True}),
+        }
+        with _llm(asked.base, parallel, stock=asked.stock, lora=asked.lora) as llm:
             if asked.attach:
                 sys.stdout.write(json.dumps(attach(llm, asked.url)) + "\n")
                 return
-            seen = follow(llm, judge, asked.versions, tp=asked.tp, stock=asked.stock)
+            seen = follow(
+                llm, judge, asked.versions, exact=asked.tp == 1 or asked.ep, stock=asked.stock
+            )
     sys.stdout.write(json.dumps(asdict(seen)) + "\n")
 
 
@@ -81,7 +96,7 @@ def attach(llm: Any, url: str) -> dict[str, Any]:
     return {"refusal": refusal, "same": _generate(llm) == before}
 
 
-def follow(llm: Any, judge: "_Judge", last: int, *, tp: int, stock: bool) -> Seen:
+def follow(llm: Any, judge: "_Judge", last: int, *, exact: bool, stock: bool) -> Seen:
     import deltachain_vllm  # noqa: PLC0415
 
     seen = Seen()
@@ -97,7 +112,7 @@ def follow(llm: Any, judge: "_Judge", last: int, *, tp: int, stock: bool) -> See
         if not stock:
             seen.wrong[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
         tokens = _generate(llm)
-        if tp == 1:
+        if exact:
             seen.unlike[version] = judge.unlike(checkpoint, tokens)
             seen.stale[version] = judge.unlike(judge.checkpoint(version - 1), tokens)
         seen.named[version] = llm.llm_engine.get_weight_version()
@@ -111,7 +126,7 @@ def follow(llm: Any, judge: "_Judge", last: int, *, tp: int, stock: bool) -> See
 
 
 @contextmanager
-def _llm(base: Path, *, tp: int, stock: bool, lora: bool) -> Iterator[Any]:
+def _llm(base: Path, parallel: dict[str, Any], *, stock: bool, lora: bool) -> Iterator[Any]:
     from vllm import LLM  # noqa: PLC0415
 
     kind = "offline_worker" if stock else "offline_plain"
@@ -120,10 +135,8 @@ def _llm(base: Path, *, tp: int, stock: bool, lora: bool) -> Iterator[Any]:
         dtype="bfloat16",
         max_model_len=256,
         max_num_seqs=4,
-        enforce_eager=True,
         enable_lora=lora,
-        tensor_parallel_size=tp,
-        distributed_executor_backend="uni" if tp == 1 else "mp",
+        **parallel,
         worker_extension_cls=f"tests.engines.vllm.{kind}.WorkerExtension",
     )
 

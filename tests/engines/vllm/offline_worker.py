@@ -1,9 +1,14 @@
 """Workers of an offline ``LLM`` that can be asked what a fresh load of a checkpoint would hold."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import deltachain_vllm.extension
+from tests.engines.vllm.fresh import sharded_experts
+
+_KEPT: Final = ExitStack()
+_KEPT.enter_context(sharded_experts())
 
 
 def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
@@ -20,6 +25,8 @@ def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
         skip_tokenizer_init=True,
         use_tqdm_on_load=False,
         tensor_parallel_size=ours.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=ours.parallel_config.pipeline_parallel_size,
+        enable_expert_parallel=ours.parallel_config.enable_expert_parallel,
     ).create_engine_config()
     with set_current_vllm_config(config):
         loader = get_model_loader(config.load_config)

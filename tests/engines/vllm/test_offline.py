@@ -79,6 +79,29 @@ def test_two_ranks_follow_exactly_and_back(family: str, tmp_path: Path) -> None:
     check(follow(family, tmp_path, "--tp", "2"), 2)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "ranks"),
+    [
+        ("qwen3", ("--pp", "2"), 2),
+        ("qwen3_moe", ("--tp", "2", "--ep"), 2),
+        pytest.param("qwen3", ("--pp", "2", "--tp", "2"), 4, marks=pytest.mark.slow),
+        pytest.param("qwen3", ("--pp", "2", "--stock"), 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", ("--tp", "2", "--ep", "--stock"), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_and_shards_of_experts_follow_exactly_and_back(
+    family: str, options: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    seen = follow(family, tmp_path, *options)
+    if "--stock" in options:
+        assert "reloaded" in seen["classes"]
+    else:
+        check(seen, ranks)
+        assert set(seen["classes"]) == {"in_place"}
+    if ranks == 2:
+        check_tokens(seen)
+
+
 @pytest.mark.slow
 def test_names_of_a_model_that_takes_adapters(tmp_path: Path) -> None:
     seen = follow("qwen3", tmp_path, "--lora")

@@ -246,6 +246,8 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path))
     monkeypatch.setattr(compat, "gather", lambda mine: [mine, of_rank_one(mine)])
     monkeypatch.setattr(compat, "rank_of", lambda: 0)
+    monkeypatch.setattr(compat, "stages", lambda: 1)
+    monkeypatch.setattr(ranks, "_STAGES", ranks._Stages())
     monkeypatch.setattr(compat, "check_reply", lambda text: text)
     forgotten: list[bool] = []
     monkeypatch.setattr(compat, "forget_embeddings", lambda: forgotten.append(True))
@@ -313,6 +315,28 @@ def test_what_is_no_reply_of_the_schedulers_is_a_typed_error(text: str) -> None:
 def test_released_weights_are_neither_read_nor_written(manager: Any) -> None:
     manager.offload_tags.add(compat.WEIGHTS)
     assert asked(manager, question()) == SchedulerReply(status="asleep")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_replies_of_later_stages_are_returned_to_the_next_request(
+    manager: Any, writes: mock.Mock, monkeypatch: pytest.MonkeyPatch, *, busy: bool
+) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(compat, "stages", lambda: 2)
+    monkeypatch.setattr(compat, "send_back", sent.append)
+    monkeypatch.setattr(compat, "receive_back", lambda count: [sent[count - 1]])
+    for number in (1, 0):
+        manager.scheduler.running = busy and number
+        monkeypatch.setattr(compat, "stage", lambda number=number: number)
+        asked(manager, question())  # of a leader that ended before it collected
+        assert len(asked(manager, swap(flush=True)).replies) == 2 - 2 * (busy and number)
+    found = asked(manager, f"deltachain:{ranks.COLLECT}")
+    assert (found.status, len(found.replies)) == (("busy", 0) if busy else ("answered", 4))
+    assert asked(manager, f"deltachain:{ranks.COLLECT}") == SchedulerReply()
+    writes.reset_mock()
+    ask = encode(SchedulerRequest(request=StatusRequest(leader="a"), flush=True, ask=True))
+    assert asked(manager, f"deltachain:{ask}") == SchedulerReply()
+    writes.assert_not_called()
 
 
 def test_other_checks_are_sglangs_own(manager: Any) -> None:

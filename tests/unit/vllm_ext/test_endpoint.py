@@ -50,25 +50,12 @@ def test_several_engines_and_front_ends_are_refused_by_their_options() -> None:
     assert "--api-server-count 1" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("spread", "ranks", "experts", "refused"),
-    [
-        (True, 2, True, True),
-        (True, 1, True, False),
-        (True, 2, False, False),
-        (False, 2, True, False),
-    ],
-)
-def test_experts_on_some_ranks_are_refused_by_the_option(
-    *, spread: bool, ranks: int, experts: bool, refused: bool
-) -> None:
-    parallel = SimpleNamespace(enable_expert_parallel=spread, tensor_parallel_size=ranks)
-    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=experts))
-    if not refused:
-        check_experts(config)
-        return
-    with pytest.raises(ConfigError, match="--enable-expert-parallel"):
-        check_experts(config)
+def test_experts_that_move_are_refused_by_the_option() -> None:
+    parallel = SimpleNamespace(enable_expert_parallel=True, tensor_parallel_size=2)
+    check_experts(SimpleNamespace(parallel_config=parallel))
+    parallel.enable_eplb = True
+    with pytest.raises(ConfigError, match="--enable-eplb"):
+        check_experts(SimpleNamespace(parallel_config=parallel))
 
 
 @pytest.mark.parametrize(

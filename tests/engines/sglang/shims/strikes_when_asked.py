@@ -20,6 +20,7 @@ class _Finder(MetaPathFinder):
         if fullname == "deltachain_sglang.ranks":
             sys.meta_path.remove(self)
             importlib.import_module("tests.engines.strikes")
+            importlib.import_module("tests.engines.sglang.local_experts")
         return None
 
 

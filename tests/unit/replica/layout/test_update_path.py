@@ -466,8 +466,8 @@ def held(*windows: Form) -> Classified:
     return Classified(kind="in_place", windows=windows)
 
 
-def on_host(kind: TensorClass, reason: str = "so it is") -> Classified:
-    return Classified(kind=kind, reason=reason)
+def on_host(kind: TensorClass, reason: str = "so it is", *windows: Form) -> Classified:
+    return Classified(kind=kind, reason=reason, windows=windows)
 
 
 ABSENT = Classified(kind="absent")
@@ -507,6 +507,8 @@ def test_windows_that_cover_the_tensor_are_in_place(
         ([held(TOP), ABSENT], 12),
         ([held(TOP), held(WHOLE)], 36),
         ([held()], 0),
+        ([on_host("reloaded", "packed", TOP), ABSENT], 12),
+        ([on_host("repacked", "packed", TOP), on_host("loaded", "cast", TOP)], 12),
     ],
 )
 def test_windows_that_do_not_cover_the_tensor_are_refused(
@@ -560,6 +562,18 @@ def test_tensors_that_no_rank_has_are_to_be_proven_unused() -> None:
         {"a": ABSENT, "b": held(WHOLE), "c": ABSENT, "d": UNUSED},
     ]
     assert orphans("abcd", ranks) == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [on_host("repacked", "packed", TOP), on_host("repacked", "packed", BOTTOM)],
+        [on_host("reloaded", "packed", WHOLE), on_host("reloaded", "packed", TOP), ABSENT],
+        [on_host("loaded", "computed"), on_host("loaded", "computed", TOP)],
+    ],
+)
+def test_parts_that_are_loaded_again_together_are_the_tensor(ranks: list[Classified]) -> None:
+    assert decide(*ranks)[0] == ranks[0].kind
 
 
 def test_only_ranks_that_have_it_keep_a_copy() -> None:
