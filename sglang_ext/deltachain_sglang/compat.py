@@ -162,7 +162,10 @@ def named() -> str:
 
 
 def rank_of() -> int:
-    return int(context().get_parallel().tp_group.rank_in_group)
+    """Return the number of this rank among those of all data-parallel engines."""
+    parallel = context().get_parallel()
+    group = parallel.tp_group
+    return int((parallel.dp_rank or 0) * group.world_size + group.rank_in_group)
 
 
 def app() -> Any:
@@ -223,19 +226,16 @@ def front_ends() -> int:
 def check_layout(*, keep_cache: bool) -> None:
     """Refuse arrangements of ranks, models and caches that one leader cannot update."""
     parallel, memory = context().get_parallel(), context().get_memory()
-    if parallel.nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
+    if parallel.pp_size > 1:
         raise UnsupportedEngineError(
-            f"this server spans {parallel.nnodes} nodes, and its spool lies on this one",
-            hint="set DELTACHAIN_SPOOL, on each node, to a folder that all of them share",
+            f"this server has pp_size {parallel.pp_size}",
+            hint="pipeline stages are not supported: use --tp-size",
         )
-    for name, hint in (
-        ("dp_size", "start a server for each replica"),
-        ("pp_size", "pipeline stages are not supported: use --tp-size"),
-    ):
-        if getattr(parallel, name) > 1:
-            raise UnsupportedEngineError(
-                f"this server has {name} {getattr(parallel, name)}", hint=hint
-            )
+    if parallel.enable_dp_attention_local_control_broadcast:
+        raise UnsupportedEngineError(
+            "engines of this server get requests at different steps, and would wait for one another",
+            hint="start it without --enable-dp-attention-local-control-broadcast",
+        )
     check_experts()
     _check_speculation(context().get_spec().speculative_algorithm)
     if context().get_disagg().disaggregation_mode != "null":
@@ -283,11 +283,14 @@ class Server:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
 
-    async def check_weights(self, action: str) -> str:
+    async def check_weights(self, action: str) -> list[str]:
+        """Return the reply of every data-parallel engine, once if it is that of all."""
         self._manager.auto_create_handle_loop()
         request = _messages().CheckWeightsReqInput(action=action)
         found = await self._manager.check_weights_communicator(request)
-        return str(found[0].message)
+        texts = [str(one.message) for one in found]
+        # With attention data parallelism, ranks are one group, and each reply has all of them.
+        return list(set(texts)) if context().get_parallel().attn_dp_enabled else texts
 
     def is_dead(self) -> bool:
         """Return whether a process of the engine has ended, or the server is about to.

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from typing_extensions import override
 
-from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
+from deltachain.errors import ApplyError, UnsupportedEngineError
 from deltachain.replica.engine import pause_mode, run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest, encode
 from deltachain.replica.settings import ReplicaSettings
@@ -42,21 +42,26 @@ class SglangEngine:
         self._doubted = False
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
-        """Send a request to every rank, and return the replies; flush caches with a swap."""
+        """Send a request to every rank, and return the replies; flush caches with a swap.
+
+        While one data-parallel engine is busy, the others are asked again too: a rank that has
+        written does nothing then.
+        """
         flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
         action = SCHEME + encode(SchedulerRequest(request=request, flush=flush))
         until = time.monotonic() + BUSY_S
         while True:
-            found = decode_scheduler_reply(self._wait(self._server.check_weights(action)))
-            if found.status == "answered":
-                return found.replies
-            if found.status == "asleep":
+            texts = self._wait(self._server.check_weights(action))
+            engines = [decode_scheduler_reply(text) for text in texts]
+            statuses = {engine.status for engine in engines}
+            if "asleep" in statuses:
                 raise ApplyError(
                     "the engine has released its weights",
                     hint="POST /resume_memory_occupation wakes it",
                 )
-            if time.monotonic() > until:
-                raise PartialApplyError("requests are running that the pause did not end")
+            if "busy" not in statuses or time.monotonic() > until:
+                replies = [reply for engine in engines for reply in engine.replies]
+                return sorted(replies, key=lambda reply: reply.rank)
             time.sleep(BUSY_POLL_S)
 
     def is_dead(self) -> bool:

@@ -1,8 +1,8 @@
 """The schedulers' side: each scheduler is one rank, and one of them replies for all.
 
 Requests are sent as checks of weights, which SGLang passes to every scheduler between two of its
-steps, without a wait for running requests. SGLang returns only the reply of its first rank, so the
-ranks gather all replies first, and each returns all of them.
+steps, without a wait for running requests. SGLang returns only the reply of an engine's first rank,
+so the ranks of an engine gather all replies first, and each returns all of them.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from deltachain.errors import ApplyError
+from deltachain.errors import ApplyError, PartialApplyError
 from deltachain.format.documents import Struct
 from deltachain.replica import messages as wire
 from deltachain.replica.layout.runtime_tables import record_loaded_state
@@ -22,6 +22,9 @@ from . import SCHEME, compat
 from .model import SglangModel
 
 
+BUSY: Final = "requests are running that the pause did not end"
+
+
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
     """A request to all ranks; with ``flush``, caches are flushed once all have handled it."""
 
@@ -30,7 +33,7 @@ class SchedulerRequest(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReply(Struct, frozen=True, kw_only=True):
-    """The replies of all ranks."""
+    """The replies of all ranks of one data-parallel engine; refusals if it is busy."""
 
     status: Literal["answered", "busy", "asleep"] = "answered"
     replies: tuple[wire.AnyReply, ...] = ()
@@ -125,7 +128,8 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     if asked is None:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
-        return SchedulerReply(status="busy")
+        refusal = service.refuse(asked.request, PartialApplyError(BUSY))
+        return _gathered(wire.encode_reply(refusal), status="busy")
     reply = _gathered(wire.encode_reply(service.handle(asked.request)))
     if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
@@ -134,5 +138,6 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     return reply
 
 
-def _gathered(mine: str) -> SchedulerReply:
-    return SchedulerReply(replies=tuple(wire.decode_reply(text) for text in compat.gather(mine)))
+def _gathered(mine: str, status: Literal["answered", "busy"] = "answered") -> SchedulerReply:
+    replies = tuple(wire.decode_reply(text) for text in compat.gather(mine))
+    return SchedulerReply(status=status, replies=replies)
