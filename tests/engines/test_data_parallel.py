@@ -1,15 +1,16 @@
 """Several engines behind one address: all hold one version, or none moves."""
 
-import os
-import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
+import httpx
 import pytest
 
 from tests.engines.replica import Replica, error_of, replicas, serving
-from tests.engines.serving import ENGINE
+from tests.engines.serving import STOP_S
+from tests.engines.trainer import Trainer
 
 pytestmark = pytest.mark.engine
 
@@ -50,3 +51,23 @@ def test_one_engine_that_refuses_keeps_all_at_the_old_version(
     assert f"rank {ENGINES - 1}: " in error["message"]
     assert replica.holds(old)
     assert serve(replica, old)
+
+
+def test_an_engine_that_is_killed_while_it_writes_ends_serving(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    with serving(trainer, tmp_path, dp=ENGINES) as replica:
+        replica.server.update(trainer.step())
+        trainer.step()
+        replica.strike("write", nth=4, kill=True)
+        with suppress(httpx.TransportError):
+            assert not replica.server.post("update").is_success
+        assert replica.is_struck()
+        until = time.monotonic() + STOP_S
+        while replica.server.alive and time.monotonic() < until:
+            assert replica.server.readiness() <= {503}
+            with pytest.raises((httpx.TransportError, AssertionError)):
+                replica.server.generate([5, 6, 7], 4)
+    with serving(trainer, tmp_path, dp=ENGINES) as replica:
+        assert replica.holds(2)
+        assert serve(replica, 2)

@@ -38,7 +38,7 @@ async def answer(app: FastAPI) -> object:
     """Answer what other front ends pass on, with the whole app; return what must be kept alive."""
     folder = _folder()
     spool = Spool.create(folder.parent, SpoolIndex(), folder.name)
-    config = uvicorn.Config(app, uds=str(folder / "front"), lifespan="off", log_config=None)
+    config = uvicorn.Config(app, uds=str(folder / "front"), lifespan="off", log_config=None, access_log=False)
     return spool, asyncio.create_task(_Server(config).serve())
 
 
