@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
+import psutil
 import torch
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from deltachain.errors import UnsupportedEngineError
+from deltachain.errors import ApplyError, UnsupportedEngineError
 
 from .start_check import TESTED
 
 ABORT_LOOK_S: Final = 0.01  # seconds between two checks whether aborted requests have ended
+DEAD_LOOK_S: Final = 1.0  # seconds between two looks whether the asked processes live
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
 
@@ -277,29 +279,53 @@ def _check_speculation(algorithm: str | None) -> None:
     )
 
 
+def _started_by(pid: int) -> list[psutil.Process]:
+    try:
+        return [*psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Server:
     """The used methods of a ``TokenizerManager``; call them on its event loop."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._schedulers: list[psutil.Process] = []
 
     async def check_weights(self, action: str) -> list[str]:
         """Return the reply of every data-parallel engine, once if it is that of all."""
         self._manager.auto_create_handle_loop()
         request = _messages().CheckWeightsReqInput(action=action)
-        found = await self._manager.check_weights_communicator(request)
-        texts = [str(one.message) for one in found]
+        asked = asyncio.ensure_future(self._manager.check_weights_communicator(request))
+        while not (await asyncio.wait({asked}, timeout=DEAD_LOOK_S))[0]:
+            if self.is_dead():  # SGLang waits for the replies of all engines, and without an end
+                asked.cancel()
+                raise ApplyError("a process of the engine has ended", hint="restart the server")
+        texts = [str(one.message) for one in asked.result()]
         # With attention data parallelism, ranks are one group, and each reply has all of them.
         return list(set(texts)) if context().get_parallel().attn_dp_enabled else texts
 
     def is_dead(self) -> bool:
         """Return whether a process of the engine has ended, or the server is about to.
 
-        SGLang itself looks once a second, and its ``/health`` waits for an answer meanwhile.
+        SGLang itself looks once a second, and its ``/health`` waits for an answer meanwhile. With
+        data parallelism it looks at the process alone that starts the schedulers.
         """
         watchdog = self._manager._subprocess_watchdog
         processes = watchdog._processes if watchdog is not None else ()
-        return self._manager.gracefully_exit or not all(one.is_alive() for one in processes)
+        if not self._schedulers:
+            below = [one for head in processes for one in _started_by(head.pid)]
+            self._schedulers = [one for one in below if "scheduler" in " ".join(one.cmdline())]
+        alive = all(one.is_alive() for one in processes)
+        return self._manager.gracefully_exit or not alive or any(map(_has_ended, self._schedulers))
 
     def is_paused(self) -> bool:
         return bool(self._manager.is_pause)

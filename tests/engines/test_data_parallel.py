@@ -63,6 +63,7 @@ def test_an_engine_that_is_killed_while_it_writes_ends_serving(
         with suppress(httpx.TransportError):
             assert not replica.server.post("update").is_success
         assert replica.is_struck()
+        replica.server.client.timeout = 2
         until = time.monotonic() + STOP_S
         while replica.server.alive and time.monotonic() < until:
             assert replica.server.readiness() <= {503}
