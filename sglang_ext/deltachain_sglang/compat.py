@@ -279,13 +279,6 @@ def _check_speculation(algorithm: str | None) -> None:
     )
 
 
-def _started_by(pid: int) -> list[psutil.Process]:
-    try:
-        return [*psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _has_ended(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
@@ -298,7 +291,7 @@ class Server:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._schedulers: list[psutil.Process] = []
+        self._schedulers: list[psutil.Process] | None = None
 
     async def check_weights(self, action: str) -> list[str]:
         """Return the reply of every data-parallel engine, once if it is that of all."""
@@ -321,8 +314,8 @@ class Server:
         """
         watchdog = self._manager._subprocess_watchdog
         processes = watchdog._processes if watchdog is not None else ()
-        if not self._schedulers:
-            below = [one for head in processes for one in _started_by(head.pid)]
+        if self._schedulers is None:  # later there may be other processes, that end unheeded
+            below = [one for head in processes for one in psutil.Process(head.pid).children()]
             self._schedulers = [one for one in below if "scheduler" in " ".join(one.cmdline())]
         alive = all(one.is_alive() for one in processes)
         return self._manager.gracefully_exit or not alive or any(map(_has_ended, self._schedulers))
