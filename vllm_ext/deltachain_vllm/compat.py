@@ -1,5 +1,6 @@
 """All code that may differ between versions of vLLM."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -43,9 +44,7 @@ def rank_of(parallel: Any, rank: int) -> int:
         parallel: vLLM's configuration of its engine.
         rank: Its rank in that engine.
     """
-    import vllm.envs
-
-    if parallel.data_parallel_external_lb or vllm.envs.VLLM_DP_SIZE > 1:
+    if parallel.data_parallel_external_lb or int(os.environ.get("VLLM_DP_SIZE") or 1) > 1:
         return rank  # a server or a program for each engine
     of_server = parallel.data_parallel_rank_local or 0
     engine = of_server if parallel.data_parallel_hybrid_lb else parallel.data_parallel_index
