@@ -34,17 +34,20 @@ def _folder() -> Path:
     return spool_folder(os.environ) / f"{PREFIX}front-{os.getppid()}"
 
 
-async def answer(app: FastAPI) -> object:
-    """Answer what other front ends pass on, with the whole app; return what must be kept alive."""
+async def answer(app: FastAPI) -> tuple[Spool, uvicorn.Server, "asyncio.Task[None]"]:
+    """Answer what other front ends pass on, with the whole app; keep what this returns alive."""
     folder = _folder()
     spool = Spool.create(folder.parent, SpoolIndex(), folder.name)
-    config = uvicorn.Config(app, uds=str(folder / "front"), lifespan="off", log_config=None, access_log=False)
-    return spool, asyncio.create_task(_Server(config).serve())
+    quiet: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False}
+    config = uvicorn.Config(app, uds=str(folder / "front"), **quiet)
+    server = _Server(config)
+    return spool, server, asyncio.create_task(server.serve())
 
 
 async def pass_on(app: FastAPI, paths: Sequence[str]) -> None:
     """Pass requests for some paths on to the first front end; return once it answers."""
-    transport = httpx.AsyncHTTPTransport(uds=str(_folder() / "front"))
+    fresh = httpx.Limits(max_keepalive_connections=0)  # the other side closes idle connections
+    transport = httpx.AsyncHTTPTransport(uds=str(_folder() / "front"), limits=fresh)
     client = httpx.AsyncClient(transport=transport, base_url="http://front", timeout=None)
 
     async def passed(request: Request) -> Response:
