@@ -167,7 +167,9 @@ def rank_of() -> int:
     """Return the number of this rank among those of all data-parallel engines."""
     parallel = context().get_parallel()
     group = parallel.tp_group
-    return int((parallel.dp_rank or 0) * group.world_size + group.rank_in_group)
+    # With attention data parallelism all ranks are one group, and dp_rank is that of attention.
+    engine = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    return int(engine * group.world_size + group.rank_in_group)
 
 
 def app() -> Any:
@@ -235,7 +237,7 @@ def check_layout(*, keep_cache: bool) -> None:
         )
     if parallel.enable_dp_attention_local_control_broadcast:
         raise UnsupportedEngineError(
-            "engines of this server get requests at different steps, and would wait for one another",
+            "engines of this server get requests at different steps, and would wait for others",
             hint="start it without --enable-dp-attention-local-control-broadcast",
         )
     check_experts()

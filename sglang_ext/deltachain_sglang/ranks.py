@@ -21,7 +21,6 @@ from deltachain.replica.settings import RankSettings
 from . import SCHEME, compat
 from .model import SglangModel
 
-
 BUSY: Final = "requests are running that the pause did not end"
 
 

@@ -18,9 +18,7 @@ from tests.engines.trainer import Trainer
 class Replica:
     """A server with plain linears and vLLM's development routes, and the trainer of its chain."""
 
-    def __init__(
-        self, trainer: Trainer, server: Server, tp: int, strikes: Path, last: int
-    ) -> None:
+    def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path, last: int) -> None:
         self.trainer, self.server, self.tp, self.strikes = trainer, server, tp, strikes
         self.last = last  # rank of the last engine
 

@@ -11,12 +11,14 @@ import pytest
 
 from examples.demo.online.processes import free_port
 from tests.engines.replica import error_of, serving
-from tests.engines.serving import ENGINE, Server
+from tests.engines.serving import ENGINE, Options, Server, server_class
 from tests.engines.trainer import Trainer
 
 pytestmark = pytest.mark.engine
 
-ADDRESS = {"vllm": ("--master-addr", "127.0.0.1", "--master-port")}.get(ENGINE, ("--dist-init-addr",))
+ADDRESS = {"vllm": ("--master-addr", "127.0.0.1", "--master-port")}.get(
+    ENGINE, ("--dist-init-addr",)
+)
 HEADLESS = {"vllm": ("--headless",)}.get(ENGINE, ())
 
 
@@ -28,8 +30,6 @@ def rendezvous() -> tuple[str, ...]:
 @contextmanager
 def second_node(trainer: Trainer, folder: Path, arguments: tuple[str, ...]) -> Iterator[None]:
     """Run the second node: the command of the first one, with its own number and spool."""
-    from tests.engines.serving import Options, server_class
-
     options = Options(tp=2, plain=True, dev=True, strikes=folder / "strike", arguments=arguments)
     node: Server = server_class()(trainer.base, folder / "second", trainer.url, options)
     command = [*node._command, "--node-rank", "1", *HEADLESS]

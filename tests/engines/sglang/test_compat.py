@@ -131,7 +131,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("enable_dp_attention_local_control_broadcast", True, "would wait for one another"),
+        ("enable_dp_attention_local_control_broadcast", True, "would wait for others"),
         ("pp_size", 2, "pp_size 2"),
         ("speculative_algorithm", "EAGLE", "by EAGLE with a draft model"),
         ("speculative_algorithm", "NGRAM", "by n-grams: .* cannot be labelled"),

@@ -65,7 +65,10 @@ def parallel_of(**fields: Any) -> Any:
     ],
 )
 def test_ranks_are_numbered_over_the_engines_of_one_server(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], environment: dict[str, str], number: int
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    environment: dict[str, str],
+    number: int,
 ) -> None:
     monkeypatch.delenv("VLLM_DP_SIZE", raising=False)
     for name, value in environment.items():
@@ -354,9 +357,7 @@ def test_a_vllm_without_such_kernels_is_left_alone(ops: Any) -> None:
         assert not hasattr(ops, CREATE)
 
 
-async def _started(
-    environment: dict[str, str], mode: str = "", **arguments: Any
-) -> Control:
+async def _started(environment: dict[str, str], mode: str = "", **arguments: Any) -> Control:
     app = FastAPI()
     parallel = SimpleNamespace(**({mode: True} if mode else {}))
     client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from deltachain_vllm.front_ends import answer, pass_on
+from deltachain_vllm.front_ends import answer
 from deltachain_vllm.routes import EndpointPlugin
 
 
@@ -20,7 +20,12 @@ def leading() -> FastAPI:
     @app.post("/v1/deltachain/{rest}", status_code=409)
     async def echo(rest: str, request: Request) -> dict[str, Any]:
         body = (await request.body()).decode()
-        return {"rest": rest, "query": request.url.query, "body": body, "host": request.url.hostname}
+        return {
+            "rest": rest,
+            "query": request.url.query,
+            "body": body,
+            "host": request.url.hostname,
+        }
 
     return app
 
