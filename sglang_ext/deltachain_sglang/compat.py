@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from fastapi import APIRouter
 from fastapi.routing import APIRoute

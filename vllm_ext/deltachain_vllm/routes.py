@@ -129,8 +129,8 @@ class EndpointPlugin:
         if number > 0 and "DELTACHAIN_URL" in os.environ:
             from .front_ends import pass_on
 
-            own = [f"{PREFIX}/{{rest:path}}", *(route.path for route in probes.routes)]
-            await pass_on(self._app, [*own, *SLEEP])
+            ours = (route.path for route in probes.routes if isinstance(route, APIRoute))
+            await pass_on(self._app, [f"{PREFIX}/{{rest:path}}", *ours, *SLEEP])
             return
         loop = asyncio.get_running_loop()
         keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()

@@ -1,4 +1,5 @@
 import asyncio
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_other_front_ends_answer_as_the_first_one(
         plugin.attach_router(other)
         client: Any = type("Client", (), {})()
         client.engine_core = type("Core", (), {"client_index": 1, "client_count": 2})()
-        joining = asyncio.create_task(plugin.init_state(client, other.state, Any))
+        joining = asyncio.create_task(plugin.init_state(client, other.state, Namespace()))
         await asyncio.sleep(0.3)
         assert not joining.done(), "it takes requests only once there is a leader"
         kept, server, serving = await answer(leading())
