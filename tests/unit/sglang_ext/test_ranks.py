@@ -534,6 +534,19 @@ def test_pause_modes() -> None:
         pause_mode("keep", PAUSES)
 
 
+@pytest.mark.parametrize(
+    ("dp_rank", "attention", "number"), [(None, False, 1), (1, False, 3), (1, True, 1)]
+)
+def test_ranks_are_numbered_over_engines_and_attention_has_one(
+    monkeypatch: pytest.MonkeyPatch, *, dp_rank: int | None, attention: bool, number: int
+) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=1)
+    parallel = SimpleNamespace(tp_group=group, dp_rank=dp_rank, attn_dp_enabled=attention)
+    context = SimpleNamespace(get_parallel=lambda: parallel)
+    monkeypatch.setattr(compat, "context", lambda: context)
+    assert compat.rank_of() == number
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_engines_are_asked_again_while_one_is_busy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, ends: bool
