@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from deltachain.errors import ConfigError
 from deltachain_vllm.front_ends import answer
 from deltachain_vllm.routes import EndpointPlugin
 
@@ -63,3 +64,11 @@ def test_other_front_ends_answer_as_the_first_one(
         kept.close()
 
     asyncio.run(run())
+
+
+def test_a_folder_with_too_long_a_path_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ConfigError, match="too long for a socket"):
+        asyncio.run(answer(FastAPI()))
