@@ -154,6 +154,13 @@ def _line(text: str) -> str:
     return line
 
 
+def _group(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("@")
+    if not re.fullmatch(r"[A-Za-z0-9-]{1,100}@[0-9]{1,4}", text) or int(count) < 2:
+        raise ValueError("a name of letters, digits and -, @ and a number above 1: policy@4")
+    return name, int(count)
+
+
 def _place(text: str) -> str:
     if text not in PLACES:
         raise ValueError(" or ".join(PLACES))
@@ -195,6 +202,9 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     ),
     "PRESENCE_URL": Variable(
         "URL, apart from the chain, at which a replica writes its presence", _line
+    ),
+    "TOGETHER": Variable(
+        "name and size of a group of replicas that stay within one version of each other", _group
     ),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
     "ENGINE_KEY_FILE": Variable(

@@ -21,7 +21,8 @@ from deltachain.environment import is_strict, refused
 from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
 from deltachain.format.documents import decode
 from deltachain.metrics import Figure, register_figures
-from deltachain.presence.writer import PresenceWriter, replica_presence
+from deltachain.presence.together import Together
+from deltachain.presence.writer import PresenceWriter, record_key, replica_presence
 from deltachain.replica.engine import Engine
 from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
@@ -281,6 +282,10 @@ async def lead(
             base = settings.subscribe.base or checkpoint
             settings = replace(settings, subscribe=replace(settings.subscribe, base=base))
             leader = Leader(settings, engine)
+            if settings.together is not None:
+                member = record_key(engine.software, address).removesuffix(".json")
+                group = Together(settings.presence, settings.together, member)
+                leader.subscriber.group = group
             presence = replica_presence(
                 settings, leader.status, engine=engine.software, place=address
             )

@@ -546,8 +546,11 @@ class RankService:
         try:
             request = wire.decode_request(text)
         except errors.ConfigError as exc:
-            return wire.addressed(self._refusal(exc), self.number, wire.call_id(text))
+            return self.refuse(wire.call_id(text), exc)
         return self.handle(request)
+
+    def refuse(self, request: wire.RankRequest | wire.CallId, exc: Exception) -> wire.Refusal:
+        return wire.addressed(self._refusal(exc), self.number, request)
 
     def handle(self, request: wire.RankRequest) -> wire.RankReply:
         try:

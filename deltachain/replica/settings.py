@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltachain.environment import is_strict, read, read_secret
+from deltachain.errors import ConfigError
 from deltachain.store import Location, check_apart
 from deltachain.subscribe.config import SubscribeConfig
 
@@ -46,6 +47,8 @@ class RankSettings:
         )
 
 
+_OWN: Final = ("FOLLOW", "PAUSE", "MAX_LAG", "MAX_SILENCE_S", "TOGETHER")
+
 _SUBSCRIBER: Final = [field.name.upper() for field in fields(SubscribeConfig)]
 """Variables that set fields of the subscriber."""
 
@@ -63,6 +66,7 @@ class ReplicaSettings:
     max_silence_s: float | None = None
     spool: Path = field(default_factory=lambda: spool_folder({}))
     presence: str = ""  # URL
+    together: tuple[str, int] | None = None  # group and its number of replicas
 
     @classmethod
     def in_process(
@@ -82,13 +86,18 @@ class ReplicaSettings:
         presence = given.get("PRESENCE_URL", "")
         if presence:
             check_apart(presence, given["URL"])
+        elif "TOGETHER" in given:
+            raise ConfigError(
+                "DELTACHAIN_TOGETHER is set, but no place at which replicas meet",
+                hint="set DELTACHAIN_PRESENCE_URL, the same for all of them",
+            )
         return cls(
             subscribe=SubscribeConfig(**_given(given, _SUBSCRIBER)),
             strict=is_strict(environment),
             token=read_secret(environment, "TOKEN"),
             spool=spool_folder(environment),
             presence=presence,
-            **_given(given, ("FOLLOW", "PAUSE", "MAX_LAG", "MAX_SILENCE_S")),
+            **_given(given, _OWN),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock, RLock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -209,6 +209,16 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
     return subscriber.pinned and not subscriber.poisoned
 
 
+class Group(Protocol):
+    """Other replicas, within one version of which this one stays."""
+
+    def tell(self, version: Version) -> None:
+        """Tell them which version this one holds; never raises."""
+
+    def newest(self) -> Version:
+        """Return the newest version that this one may take; raise what it must wait for."""
+
+
 class Undo(NamedTuple):
     held: HeldVersion
     prepared: Prepared
@@ -301,6 +311,7 @@ class Subscriber(Closeable):
         self.pinned = self.poisoned = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
+        self.group: Group | None = None
         self.watch, self.times = Watch(), Times(lambda: self.store.unanswered_since)
         self._usable = UsablePlans(self.config.base)
         self.store = store or open_store(self.config.url, self.config.storage_options)
@@ -405,6 +416,8 @@ class Subscriber(Closeable):
                 return None
             version = last.version  # heal at the pinned version
         committed = self._require(chain, version, last)
+        if self.group is not None:
+            committed = self._together(self.group, chain, committed, last, asked=version)
         if last is not None:  # healing a poisoned target does not go back either
             if committed.version < last.version:
                 raise errors.ChainError(
@@ -416,6 +429,31 @@ class Subscriber(Closeable):
                 self.watch.proved(held)
                 return None
         return self._stage(committed, held, generation)
+
+    def _together(
+        self,
+        group: Group,
+        chain: Chain,
+        committed: Committed,
+        last: HeldVersion | None,
+        *,
+        asked: Version | Committed | None,
+    ) -> Committed:
+        """Return the version, or an earlier one that the group allows if no number was asked."""
+        if last is not None:
+            group.tell(last.version)
+            if committed.version <= last.version:
+                return committed
+        newest = group.newest()
+        if committed.version <= newest:
+            return committed
+        if isinstance(asked, int) or (last is not None and newest <= last.version):
+            raise errors.ControlPlaneError(
+                f"version {committed.version} waits until all replicas of the group hold "
+                f"{committed.version - 1}, the last one holds {newest - 1}",
+                hint="see the status of the others",
+            )
+        return self._require(chain, newest, last)
 
     def _require(
         self, chain: Chain, version: Version | Committed | None, last: HeldVersion | None
@@ -673,6 +711,8 @@ class Subscriber(Closeable):
                 self._poison()
             raise
         self._held, self.poisoned = to, False
+        if self.group is not None:
+            self.group.tell(to.version)
         return seconds
 
     def _poison(self) -> None:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from deltachain.errors import UnsupportedEngineError
+from deltachain.errors import ApplyError, UnsupportedEngineError
 
 from .start_check import IN_PLACE, TESTED
 
 ABORT_LOOK_S: Final = 0.01  # seconds between two checks whether aborted requests have ended
+DEAD_LOOK_S: Final = 1.0  # seconds between two looks whether the asked processes live
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
 
@@ -201,8 +203,13 @@ def named() -> str:
 
 
 def rank_of() -> int:
+    """Return the number of this rank among those of all stages and data-parallel engines."""
     parallel = context().get_parallel()
-    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_group.rank_in_group)
+    group = parallel.tp_group
+    # With attention data parallelism all ranks are one group, and dp_rank is that of attention.
+    engine = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    stage = engine * parallel.pp_size + parallel.pp_rank
+    return int(stage * group.world_size + group.rank_in_group)
 
 
 def app() -> Any:
@@ -263,20 +270,16 @@ def front_ends() -> int:
 def check_layout(mode: str) -> None:
     """Refuse arrangements of ranks, models and caches that one leader cannot update."""
     parallel, memory = context().get_parallel(), context().get_memory()
-    if parallel.nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
-        raise UnsupportedEngineError(
-            f"this server spans {parallel.nnodes} nodes, and its spool lies on this one",
-            hint="set DELTACHAIN_SPOOL, on each node, to a folder that all of them share",
-        )
-    if parallel.dp_size > 1:
-        raise UnsupportedEngineError(
-            f"this server has dp_size {parallel.dp_size}", hint="start a server for each replica"
-        )
     if parallel.pp_size > 1 and mode != "abort":
         raise UnsupportedEngineError(
             f"this server has pp_size {parallel.pp_size}, and SGLang's pipeline stages generate "
             f"on in a pause of mode {mode}",
             hint="set DELTACHAIN_PAUSE=abort, which ends running requests",
+        )
+    if parallel.enable_dp_attention_local_control_broadcast:
+        raise UnsupportedEngineError(
+            "engines of this server get requests at different steps, and would wait for others",
+            hint="start it without --enable-dp-attention-local-control-broadcast",
         )
     check_experts()
     _check_speculation(context().get_spec().speculative_algorithm)
@@ -325,26 +328,46 @@ def _check_speculation(algorithm: str | None) -> None:
     )
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Server:
     """The used methods of a ``TokenizerManager``; call them on its event loop."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._schedulers: list[psutil.Process] | None = None
 
-    async def check_weights(self, action: str) -> str:
+    async def check_weights(self, action: str) -> list[str]:
+        """Return the reply of every data-parallel engine, once if it is that of all."""
         self._manager.auto_create_handle_loop()
         request = _messages().CheckWeightsReqInput(action=action)
-        found = await self._manager.check_weights_communicator(request)
-        return str(found[0].message)
+        asked = asyncio.ensure_future(self._manager.check_weights_communicator(request))
+        while not (await asyncio.wait({asked}, timeout=DEAD_LOOK_S))[0]:
+            if self.is_dead():  # SGLang waits for the replies of all engines, and without an end
+                asked.cancel()
+                raise ApplyError("a process of the engine has ended", hint="restart the server")
+        texts = [str(one.message) for one in asked.result()]
+        # With attention data parallelism, ranks are one group, and each reply has all of them.
+        return list(set(texts)) if context().get_parallel().attn_dp_enabled else texts
 
     def is_dead(self) -> bool:
         """Return whether a process of the engine has ended, or the server is about to.
 
-        SGLang itself looks once a second, and its ``/health`` waits for an answer meanwhile.
+        SGLang itself looks once a second, and its ``/health`` waits for an answer meanwhile. With
+        data parallelism it looks at the process alone that starts the schedulers.
         """
         watchdog = self._manager._subprocess_watchdog
         processes = watchdog._processes if watchdog is not None else ()
-        return self._manager.gracefully_exit or not all(one.is_alive() for one in processes)
+        if self._schedulers is None:  # later there may be other processes, that end unheeded
+            below = [one for head in processes for one in psutil.Process(head.pid).children()]
+            self._schedulers = [one for one in below if "scheduler" in " ".join(one.cmdline())]
+        alive = all(one.is_alive() for one in processes)
+        return self._manager.gracefully_exit or not alive or any(map(_has_ended, self._schedulers))
 
     def is_paused(self) -> bool:
         return bool(self._manager.is_pause)

@@ -19,7 +19,7 @@ from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat
-from .ranks import COLLECT, SchedulerReply, SchedulerRequest, decode_scheduler_reply
+from .ranks import BUSY, COLLECT, SchedulerReply, SchedulerRequest, decode_scheduler_reply
 from .start_check import IN_PLACE, PAUSES
 
 BUSY_S: Final = 5.0
@@ -59,25 +59,33 @@ class SglangEngine:
         return self._ask(asked)
 
     def _ask(self, asked: SchedulerRequest) -> Sequence[RankReply]:
+        """Return the replies of all ranks.
+
+        While one data-parallel engine is busy, the others are asked again too: a rank that has
+        written does nothing then.
+        """
         until = time.monotonic() + BUSY_S
         while True:
             with _TURN:
-                found = self._send(encode(asked))
+                engines = self._send(encode(asked))
                 if self._is_staged:
-                    found = self._send(COLLECT)
-            if found.status == "answered":
-                return found.replies
-            if found.status == "asleep":
+                    engines = self._send(COLLECT)
+            statuses = {engine.status for engine in engines}
+            if "asleep" in statuses:
                 raise ApplyError(
                     "the engine has released its weights",
                     hint="POST /resume_memory_occupation wakes it",
                 )
-            if time.monotonic() > until:
-                raise PartialApplyError("requests are running that the pause did not end")
+            if "busy" in statuses and asked.ask and time.monotonic() > until:
+                raise PartialApplyError(BUSY)
+            if "busy" not in statuses or time.monotonic() > until:
+                replies = [reply for engine in engines for reply in engine.replies]
+                return sorted(replies, key=lambda reply: reply.rank)
             time.sleep(BUSY_POLL_S)
 
-    def _send(self, text: str) -> SchedulerReply:
-        return decode_scheduler_reply(self._wait(self._server.check_weights(SCHEME + text)))
+    def _send(self, text: str) -> list[SchedulerReply]:
+        texts = self._wait(self._server.check_weights(SCHEME + text))
+        return [decode_scheduler_reply(text) for text in texts]
 
     def is_dead(self) -> bool:
         return self._server.is_dead()

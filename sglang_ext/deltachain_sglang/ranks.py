@@ -1,8 +1,8 @@
 """The schedulers' side: each scheduler is one rank, and one of them replies for all.
 
 Requests are sent as checks of weights, which SGLang passes to every scheduler between two of its
-steps, without a wait for running requests. SGLang returns only the reply of its first rank, so the
-ranks gather all replies first, and each returns all of them.
+steps, without a wait for running requests. SGLang returns only the reply of an engine's first rank,
+so the ranks of an engine gather all replies first, and each returns all of them.
 
 A pipeline stage passes a request on after its own reply. So the replies of later stages are
 returned to a second request, ``COLLECT``.
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from deltachain.errors import ApplyError
+from deltachain.errors import ApplyError, PartialApplyError
 from deltachain.format.documents import Struct
 from deltachain.replica import messages as wire
 from deltachain.replica.layout.runtime_tables import record_loaded_state
@@ -23,6 +23,8 @@ from deltachain.replica.settings import RankSettings
 
 from . import SCHEME, cache_salts, compat
 from .model import SglangModel
+
+BUSY: Final = "requests are running that the pause did not end"
 
 
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
@@ -39,7 +41,10 @@ class SchedulerRequest(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReply(Struct, frozen=True, kw_only=True):
-    """The replies of all ranks of a stage, or of all stages that replied with one status."""
+    """The replies of all ranks of an engine's stage, or of all its stages with one status.
+
+    The replies of one that is busy are refusals.
+    """
 
     status: Literal["answered", "busy", "asleep"] = "answered"
     replies: tuple[wire.AnyReply, ...] = ()
@@ -165,7 +170,8 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     if asked is None:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
-        return SchedulerReply(status="busy")
+        refusal = service.refuse(asked.request, PartialApplyError(BUSY))
+        return _gathered(wire.encode_reply(refusal), status="busy")
     if asked.ask:
         return SchedulerReply()
     if asked.salt:
@@ -178,5 +184,6 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     return reply
 
 
-def _gathered(mine: str) -> SchedulerReply:
-    return SchedulerReply(replies=tuple(wire.decode_reply(text) for text in compat.gather(mine)))
+def _gathered(mine: str, status: Literal["answered", "busy"] = "answered") -> SchedulerReply:
+    replies = tuple(wire.decode_reply(text) for text in compat.gather(mine))
+    return SchedulerReply(status=status, replies=replies)

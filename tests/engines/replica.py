@@ -18,8 +18,9 @@ from tests.engines.trainer import Trainer
 class Replica:
     """A server with plain linears and vLLM's development routes, and the trainer of its chain."""
 
-    def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path) -> None:
+    def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path, last: int) -> None:
         self.trainer, self.server, self.tp, self.strikes = trainer, server, tp, strikes
+        self.last = last  # rank of the last engine
 
     @property
     def store(self) -> Path:
@@ -29,7 +30,7 @@ class Replica:
         return next((self.store / "deltas").glob(f"{version:020d}-*")) / "00000.safetensors"
 
     def strike(self, at: str, **how: Any) -> None:
-        strikes.order(self.strikes, at, rank=self.tp - 1, **how)
+        strikes.order(self.strikes, at, rank=self.last, **how)
 
     def is_struck(self) -> bool:
         return not self.strikes.exists()
@@ -99,7 +100,7 @@ def serving(trainer: Trainer, folder: Path, tp: int = 1, **options: Any) -> Iter
     settings = {"plain": True, "dev": True, "strikes": order, **options}
     base = settings.pop("base", trainer.base)
     with start(base, folder / "server", trainer.url, tp=tp, **settings) as server:
-        yield Replica(trainer, server, tp, order)
+        yield Replica(trainer, server, tp, order, tp * settings.get("dp", 1) - 1)
 
 
 def error_of(response: httpx.Response, code: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,7 @@ class Options:
     """How a server is started."""
 
     tp: int = 1
+    dp: int = 1
     environment: Mapping[str, str] | None = None
     arguments: Sequence[str] = ()
     key: str = ""
@@ -274,6 +275,13 @@ def _lines(response: httpx.Response) -> Iterator[str]:
     for chunk in response.iter_bytes():
         *whole, rest = (rest + chunk).split(b"\n")
         yield from (line.decode() for line in whole)
+
+
+def alike(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return checksums by name, which all data-parallel engines have alike."""
+    pairs = set(found)
+    assert len(pairs) == len(dict(pairs)), "engines hold different bits"
+    return dict(pairs)
 
 
 def server_class() -> type[Server]:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from deltachain.replica.host_staging import HostWrite
-from deltachain.replica.rank import HostCopies, Rank
+from deltachain.replica.rank import HostCopies, Rank, RankService
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets import tensor_patch
 
 VARIABLE: Final = "TEST_DELTACHAIN_STRIKE"
+
+NUMBERS: Final[list[int]] = []
+"""Number of the rank of this process among those of all data-parallel engines."""
 
 
 def order(
@@ -39,7 +41,7 @@ def strike(at: str) -> None:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return  # another rank has carried it out
-    if found["at"] != at or found["rank"] != torch.distributed.get_rank():
+    if found["at"] != at or found["rank"] not in NUMBERS:
         return
     if found["nth"] > 1:
         order(path, **{**found, "nth": found["nth"] - 1})
@@ -70,6 +72,15 @@ def _loading(
     return struck
 
 
+def _numbered(original: Callable[..., None]) -> Callable[..., None]:
+    def made(service: RankService, model: Any, number: int, settings: Any) -> None:
+        NUMBERS[:] = [number]
+        original(service, model, number, settings)
+
+    return made
+
+
+RankService.__init__ = _numbered(RankService.__init__)  # type: ignore[method-assign]
 Rank.stage = _before("stage", Rank.stage)  # type: ignore[method-assign]
 HostCopies.clones = _loading(HostCopies.clones)  # type: ignore[method-assign, assignment]
 vars(target)["write_patch"] = _before("write", tensor_patch.write)

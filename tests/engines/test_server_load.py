@@ -134,6 +134,11 @@ def test_versions_arrive_under_load_and_no_prefix_outlives_one(
         assert wrong_after_an_update(trial) == 0
 
 
+def test_versions_arrive_under_load_of_several_engines(trainer: Trainer, tmp_path: Path) -> None:
+    with start(trainer.base, tmp_path / "server", trainer.url, dp=2) as server:
+        checked(Trial(trainer, server, push=True), 4, finish={"length"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", PAUSES)
 @pytest.mark.parametrize("push", [True, False], ids=["push", "follow"])

@@ -1,6 +1,6 @@
 """All code that may differ between versions of vLLM."""
 
-from argparse import Namespace
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -23,30 +23,53 @@ def check_version() -> str:
     return TESTED.check(vllm.__version__)
 
 
-def check_layout(client: Any, arguments: Namespace) -> None:
-    """Refuse a server with several engines or front ends, or whose experts move.
-
-    Several engines imply several front ends by default, so the engines are reported first.
-    """
-    config = getattr(client, "vllm_config", None)
-    check_counts(
-        getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1),
-        getattr(arguments, "api_server_count", None) or 1,
-    )
+def check_layout(config: Any) -> None:
+    """Refuse engines that one leader cannot pause and prove, or whose experts move."""
+    parallel: Any = getattr(config, "parallel_config", None)
+    balanced = getattr(parallel, "local_engines_only", False)
+    if balanced and parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        raise UnsupportedEngineError(
+            "engines of several servers share the experts of this model and step together, so that "
+            "none can pause alone",
+            hint="let one server balance over all engines, without --data-parallel-rank, "
+            "--data-parallel-hybrid-lb and --data-parallel-external-lb",
+        )
     check_experts(config)
 
 
-def check_counts(engines: int, front_ends: int) -> None:
-    if engines > 1:
-        raise UnsupportedEngineError(
-            f"this server has {engines} data-parallel engines, a replica has one",
-            hint=f"start {engines} servers without --data-parallel-size, and a router before them",
-        )
-    if front_ends > 1:
-        raise UnsupportedEngineError(
-            f"this server has {front_ends} front ends, a replica has one leader",
-            hint="start it with --api-server-count 1",
-        )
+def rank_of(parallel: Any, rank: int) -> int:
+    """Return the number of a worker among those of all engines of its server.
+
+    Args:
+        parallel: vLLM's configuration of its engine.
+        rank: Its rank in that engine.
+    """
+    if parallel.data_parallel_external_lb or int(os.environ.get("VLLM_DP_SIZE") or 1) > 1:
+        return rank  # a server or a program for each engine
+    of_server = parallel.data_parallel_rank_local or 0
+    engine = of_server if parallel.data_parallel_hybrid_lb else parallel.data_parallel_index
+    return int(engine * parallel.world_size + rank)
+
+
+async def call_workers(client: Any, method: str, *args: str) -> list[Any]:
+    """Call a method of every worker; return all replies, engine by engine.
+
+    vLLM's ``collective_rpc`` calls all engines, and returns the replies of the first one.
+    """
+    call_all = getattr(getattr(client, "engine_core", None), "call_utility_all_async", None)
+    if call_all is not None:
+        engines = await call_all("collective_rpc", method, None, args, None)
+        return [reply for replies in engines for reply in replies]
+    if client.vllm_config.parallel_config.data_parallel_size > 1:
+        raise EngineVersionError("this vLLM returns replies of its first data-parallel engine only")
+    found: list[Any] = await client.collective_rpc(method, args=args)
+    return found
+
+
+def front_end_of(client: Any) -> tuple[int, int]:
+    """Return the number of this front end of a server, and how many there are."""
+    core = getattr(client, "engine_core", None)
+    return getattr(core, "client_index", 0), getattr(core, "client_count", 1)
 
 
 def check_experts(config: Any) -> None:
@@ -79,33 +102,32 @@ def hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, hooked)
 
 
-def check_configured(check: Callable[[int, int], None]) -> None:
+def _look(owner: Any, name: str, look: Callable[[Any], None]) -> None:
+    """Let a function look at what a method returns."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        returned = original(*args, **kwargs)
+        look(returned)
+        return returned
+
+    hook(owner, name, around)
+
+
+def check_configured(check: Callable[[Any], None]) -> None:
     """Hook the configuration of a server's first process, before it starts others; idempotent.
 
-    ``check`` gets the numbers of engines and of front ends. vLLM's first process turns the exit
-    code of a front end that it started into 1.
+    vLLM's first process turns the exit code of a front end that it started into 1.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config = original(*args, **kwargs)
-        parallel = config.parallel_config
-        check(parallel.data_parallel_size, parallel._api_process_count)
-        return config
-
-    hook(EngineArgs, "create_engine_config", checked)
+    _look(EngineArgs, "create_engine_config", check)
 
 
 def remember_loaded() -> None:
     """Hook vLLM's loaders, to record a model's members before it runs; idempotent."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    def recorded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
-        record_loaded_state(model)
-        return model
-
-    hook(BaseModelLoader, "load_model", recorded)
+    _look(BaseModelLoader, "load_model", record_loaded_state)
 
 
 def layerwise() -> Any:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,7 +17,7 @@ from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE
-from .compat import check_experts, check_layout, check_version, pause
+from .compat import call_workers, check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
 
@@ -91,10 +90,7 @@ class VllmEngine:
         self._wait(self._client.collective_rpc("deltachain_settle"))
 
     async def _send(self, request: wire.RankRequest) -> Sequence[str]:
-        texts: Sequence[str] = await self._client.collective_rpc(
-            HANDLE, args=(wire.encode(request),)
-        )
-        return texts
+        return await call_workers(self._client, HANDLE, wire.encode(request))
 
     async def _swap(self, request: wire.SwapRequest) -> Sequence[str]:
         try:
@@ -179,7 +175,7 @@ def subscribe(llm: "LLM | EngineClient", config: SubscribeConfig | str) -> Subsc
     engine: OfflineEngine | VllmEngine
     if isinstance(llm, EngineClient):
         check_extension(llm.vllm_config, ARGUMENT)
-        check_layout(llm, Namespace())
+        check_layout(llm.vllm_config)
         engine = VllmEngine(llm, _loop_of(llm), settings)
     elif hasattr(llm, "llm_engine"):
         check_extension(llm.llm_engine.vllm_config, ARGUMENT)

@@ -13,6 +13,7 @@ from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rank import RankService, RankServices
 from deltachain.replica.settings import RankSettings
 
+from .compat import rank_of
 from .model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
@@ -26,7 +27,8 @@ def worker_service(
 ) -> RankService:
     """Return the RPC service of a worker, shared by its extension and its backend."""
     wrap = partial(VllmModel, model, config, draft)
-    return _SERVICES.of(model, wrap, rank, RankSettings.of(os.environ))
+    number = rank_of(config.parallel_config, rank)
+    return _SERVICES.of(model, wrap, number, RankSettings.of(os.environ))
 
 
 class WorkerExtension:

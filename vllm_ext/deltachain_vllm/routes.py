@@ -3,7 +3,7 @@
 import asyncio
 import os
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +18,7 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 
 from . import speak
-from .compat import check_layout, check_version
+from .compat import check_layout, check_version, front_end_of
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -39,14 +39,9 @@ Endpoint = Callable[..., Awaitable[Any]]
 
 def attach_sleep(app: FastAPI) -> None:
     """Wrap the routes that put the server to sleep and wake it, if it has them."""
-    around: dict[str, Callable[[Endpoint], Endpoint]] = {
-        "/sleep": _sleeping,
-        "/release_kv_cache_memory": _sleeping,
-        "/wake_up": _waking,
-    }
     for route in [*app.routes]:
-        if isinstance(route, APIRoute) and route.path in around:
-            endpoint = around[route.path](route.endpoint)
+        if isinstance(route, APIRoute) and route.path in SLEEP:
+            endpoint = SLEEP[route.path](route.endpoint)
             app.add_api_route(route.path, endpoint, methods=sorted(route.methods or ()))
 
 
@@ -105,6 +100,13 @@ def _wake(leader: Leader, kinds: frozenset[str]) -> None:
 
 PREFIX: Final = "/v1/deltachain"
 
+SLEEP: Final[Mapping[str, Callable[[Endpoint], Endpoint]]] = {
+    "/sleep": _sleeping,
+    "/release_kv_cache_memory": _sleeping,
+    "/wake_up": _waking,
+}
+"""Paths of vLLM's routes for sleep, and what they are wrapped in."""
+
 
 class EndpointPlugin:
     """Entry point of ``vllm.endpoint_plugins``; vLLM creates it in the API server."""
@@ -114,6 +116,7 @@ class EndpointPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; called once, after the server's own routes are in its ``app``."""
+        self._app = app
         app.include_router(router, prefix=PREFIX)
         app.include_router(probes)
         attach_sleep(app)
@@ -122,28 +125,38 @@ class EndpointPlugin:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Catch up before the server accepts requests; called once, when the engine is up."""
         speak()
+        number, count = front_end_of(engine_client)
+        if number > 0 and "DELTACHAIN_URL" in os.environ:
+            from .front_ends import pass_on
+
+            ours = (route.path for route in probes.routes if isinstance(route, APIRoute))
+            await pass_on(self._app, [f"{PREFIX}/{{rest:path}}", *ours, *SLEEP])
+            return
         loop = asyncio.get_running_loop()
         keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
         has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
         state.deltachain = await control_server.lead(
-            lambda settings: _engine(engine_client, loop, settings, args),
+            lambda settings: _engine(engine_client, loop, settings),
             os.environ,
             is_open=getattr(args, "host", None) in control_server.LOOPBACK,
             is_guarded=has_key,
             address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
         )
         control_server.join_registry(state.deltachain)
+        if count > 1:
+            from .front_ends import answer
+
+            state.deltachain_front = await answer(self._app)
 
 
 def _engine(
     client: "EngineClient | None",
     loop: asyncio.AbstractEventLoop,
     settings: ReplicaSettings,
-    args: Namespace,
 ) -> control_server.LedEngine:
     if client is None:
         raise ConfigError("this server has no engine of its own")
-    check_layout(client, args)
+    check_layout(client.vllm_config)
     check_version()
     from .engine import VllmEngine
     from .model import checkpoint_of

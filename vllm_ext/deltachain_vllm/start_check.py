@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import PurePath
-from typing import Final
+from typing import Any, Final
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, UnsupportedEngineError
@@ -54,7 +54,7 @@ def check_start() -> None:
             check_version()
             check_plugins(os.environ.get("VLLM_PLUGINS", ""))
             check_front(sys.argv, os.environ)
-            check_configured(_check_counts)
+            check_configured(_check_config)
         elif "--headless" not in sys.argv:
             logger.warning(
                 "DELTACHAIN_URL is set, but this is no server of vLLM's: unless it starts one, "
@@ -66,11 +66,11 @@ def check_start() -> None:
         logger.warning("deltachain follows nothing: %s", exc)
 
 
-def _check_counts(engines: int, front_ends: int) -> None:
-    from .compat import check_counts
+def _check_config(config: Any) -> None:
+    from .compat import check_layout
 
     try:
-        check_counts(engines, front_ends)
+        check_layout(config)
     except ConfigError as exc:
         if is_strict(os.environ):
             raise refused(exc) from None

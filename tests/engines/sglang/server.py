@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from torch import Tensor
 
-from tests.engines.serving import HOST, MODEL, Generated, Options, Server, lines
+from tests.engines.serving import HOST, MODEL, Generated, Options, Server, alike, lines
 
 
 class SglangServer(Server):
@@ -25,7 +25,7 @@ class SglangServer(Server):
             *("--mem-fraction-static", "0.6", "--max-running-requests", str(options.requests)),
             # An idle scheduler spins otherwise, beside tests that want the same two cores.
             *("--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"),
-            *("--tp-size", str(options.tp)),
+            *("--tp-size", str(options.tp), "--dp-size", str(options.dp)),
             *(("--api-key", options.key) if options.key else ()),
         ]
 
@@ -33,7 +33,7 @@ class SglangServer(Server):
         return {
             "SGLANG_USE_CPU_ENGINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp),
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp * options.dp),
         }
 
     def generate(self, prompt: Sequence[int], length: int) -> Generated:
@@ -60,12 +60,12 @@ class SglangServer(Server):
     def checksums(self) -> dict[str, str]:
         response = self.client.post("/weights_checker", json={"action": "checksum"})
         assert response.status_code == 200, response.text
-        return {
-            f"tp{rank['parallelism_info'][0]['tp_rank']}:{name}": digest
+        return alike(
+            (f"tp{rank['parallelism_info'][0]['tp_rank']}:{name}", digest)
             for rank in response.json()["ranks"]
             for name, digest in rank["checksums"].items()
             if "rotary_emb" not in name
-        }
+        )
 
     def digest(self, tensor: Tensor) -> str:
         from sglang.srt.utils.weight_checker import _hash_tensor  # noqa: PLC0415

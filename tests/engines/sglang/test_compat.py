@@ -1,6 +1,7 @@
 """What of SGLang's own is asked, and what it answers, without a server."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,9 +105,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     )
 
     options: dict[str, Any] = {
-        "dp_size": 1,
+        "enable_dp_attention_local_control_broadcast": False,
         "pp_size": 1,
-        "nnodes": 1,
         "speculative_algorithm": None,
         "disaggregation_mode": "null",
         "enable_hierarchical_cache": False,
@@ -133,9 +133,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("dp_size", 2, "dp_size 2"),
+        ("enable_dp_attention_local_control_broadcast", True, "would wait for others"),
         ("pp_size", 2, "pp_size 2"),
-        ("nnodes", 2, "spans 2 nodes"),
         ("speculative_algorithm", "EAGLE", "by EAGLE with a draft model"),
         ("speculative_algorithm", "NGRAM", "by n-grams: .* cannot be labelled"),
         ("disaggregation_mode", "prefill", "other servers fill its caches"),
@@ -160,14 +159,6 @@ def test_servers_that_are_refused(
 def test_stages_are_followed_in_the_pause_that_they_obey(context: dict[str, Any]) -> None:
     context["pp_size"] = 2
     compat.check_layout("abort")
-
-
-def test_nodes_that_share_a_spool_may_be_several(
-    context: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context["nnodes"] = 2
-    monkeypatch.setenv("DELTACHAIN_SPOOL", "/shared/spool")
-    compat.check_layout("retract")
 
 
 def test_caches_by_version_may_outlive_weights_but_sessions_may_not(
@@ -216,7 +207,7 @@ def test_what_a_model_holds_before_it_runs_is_recorded() -> None:
 
 
 def test_a_server_is_dead_with_the_first_process_that_ended() -> None:
-    processes = [SimpleNamespace(is_alive=lambda: True), SimpleNamespace(is_alive=lambda: True)]
+    processes = [SimpleNamespace(is_alive=lambda: True, pid=os.getpid()) for _ in range(2)]
     watchdog = SimpleNamespace(_processes=processes)
     manager = SimpleNamespace(_subprocess_watchdog=watchdog, gracefully_exit=False)
     server = compat.Server(manager)

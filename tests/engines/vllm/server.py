@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tests.engines.serving import HOST, MODEL, Generated, Options, Server, lines
+from tests.engines.serving import HOST, MODEL, Generated, Options, Server, alike, lines
 
 EXTENSIONS: Final[Mapping[str, str]] = {
     "stock": "deltachain_vllm.WorkerExtension",
@@ -30,6 +30,7 @@ class VllmServer(Server):
             *("--dtype", "bfloat16", "--max-model-len", "512"),
             *("--max-num-seqs", str(options.requests), "--enable-scale-out"),
             *("--tensor-parallel-size", str(options.tp)),
+            *("--data-parallel-size", str(options.dp)),
             *("--worker-extension-cls", EXTENSIONS["stock" if options.bare else kind]),
             *([] if options.bare else whole),
             *(("--api-key", options.key) if options.key else ()),
@@ -92,10 +93,8 @@ class VllmServer(Server):
     def checksums(self) -> dict[str, str]:
         response = self.client.post("/weight_checker", json={"action": "checksum"})
         assert response.status_code == 200, response.text
-        return {
-            name.partition(":pcp0:")[2]: digest
-            for name, digest in response.json()["checksums"].items()
-        }
+        found = response.json()["checksums"].items()
+        return alike((name.partition(":pcp0:")[2], digest) for name, digest in found)
 
     def digest(self, tensor: Tensor) -> str:
         flat = tensor.contiguous().view(torch.uint8)

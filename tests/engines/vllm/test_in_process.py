@@ -101,8 +101,7 @@ def test_an_asynchronous_engine_follows_while_it_generates(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--data-parallel-size", "2"), "--data-parallel-size"),
-        (("--api-server-count", "2"), "--api-server-count 1"),
+        (("--data-parallel-size", "2", "--enable-eplb"), "--enable-eplb"),
     ],
 )
 def test_options_that_no_leader_can_follow_end_a_server_with_2(

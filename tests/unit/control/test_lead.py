@@ -236,6 +236,19 @@ def test_a_chain_that_is_not_there_yet_is_waited_for(starts: Starts, tmp_path: P
     leader.stop()
 
 
+def test_a_server_waits_for_the_others_of_its_group(starts: Starts, tmp_path: Path) -> None:
+    board = tmp_path / "replicas"
+    leader = led(starts.server(PRESENCE_URL=board, TOGETHER="policy@2"))
+    status = leader.status()
+    assert not status.ready
+    assert "1 of 2 replicas of group 'policy'" in status.trouble
+    (mine,) = (board / "together" / "policy").iterdir()
+    mine.with_name("other").write_bytes(b"1")
+    leader.update()
+    assert leader.status().ready
+    leader.stop()
+
+
 def test_a_server_shows_its_presence_and_takes_it_away(starts: Starts, tmp_path: Path) -> None:
     board = tmp_path / "replicas"
     control = starts.server(PRESENCE_URL=board)

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -27,7 +28,10 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
+from deltachain.replica.settings import ReplicaSettings
+from deltachain.subscribe import SubscribeConfig
 from deltachain_sglang import compat, loading, ranks, routes
+from deltachain_sglang import engine as engines
 from deltachain_sglang.model import SglangModel, Shadow
 from deltachain_sglang.ranks import SchedulerReply, SchedulerRequest, decode_scheduler_reply
 from deltachain_sglang.start_check import PAUSES
@@ -346,10 +350,14 @@ def test_other_checks_are_sglangs_own(manager: Any) -> None:
     original.assert_called_once_with(manager, request)
 
 
+def busy(rank: int, why: str = ranks.BUSY) -> Refusal:
+    return Refusal(rank=rank, error="PartialApplyError", message=why)
+
+
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     handle = mock.Mock(return_value=SwapReply(rank=0, seconds=0, version=1, pid=1))
-    service = SimpleNamespace(handle=handle)
+    service = SimpleNamespace(handle=handle, refuse=lambda _, exc: busy(0, exc.args[0]))
     monkeypatch.setattr(ranks, "_SERVICES", SimpleNamespace(of=lambda *_: service))
     return handle
 
@@ -378,15 +386,16 @@ def test_nothing_is_written_while_a_request_keeps_the_cache(
     manager: Any, writes: mock.Mock
 ) -> None:
     manager.scheduler.running = 1
-    assert asked(manager, swap(flush=True)) == SchedulerReply(status="busy")
+    assert asked(manager, swap(flush=True)).replies == (busy(0), busy(1))
     writes.assert_not_called()
 
 
 def test_nothing_is_written_while_a_request_keeps_another_ranks_cache(
     manager: Any, writes: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "gather", lambda mine: [mine, False])
-    assert asked(manager, swap(flush=True)) == SchedulerReply(status="busy")
+    gather = compat.gather
+    monkeypatch.setattr(compat, "gather", lambda mine: gather(mine) if mine is not True else [0, 1])
+    assert asked(manager, swap(flush=True)).replies == (busy(0), busy(1))
     writes.assert_not_called()
 
 
@@ -547,3 +556,45 @@ def test_pause_modes() -> None:
     assert pause_mode("in_place", PAUSES) == "in_place"
     with pytest.raises(ConfigError, match="none of retract, in_place, abort"):
         pause_mode("keep", PAUSES)
+
+
+@pytest.mark.parametrize(
+    ("dp_rank", "attention", "number"), [(None, False, 1), (1, False, 3), (1, True, 1)]
+)
+def test_ranks_are_numbered_over_engines_and_attention_has_one(
+    monkeypatch: pytest.MonkeyPatch, *, dp_rank: int | None, attention: bool, number: int
+) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=1)
+    parallel = SimpleNamespace(tp_group=group, dp_rank=dp_rank, attn_dp_enabled=attention)
+    context = SimpleNamespace(get_parallel=lambda: parallel)
+    monkeypatch.setattr(compat, "context", lambda: context)
+    assert compat.rank_of() == number
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_engines_are_asked_again_while_one_is_busy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, ends: bool
+) -> None:
+    """What it refuses in the end is taken back on the others: none moves."""
+    free = encode(SchedulerReply(replies=(SwapReply(rank=1, seconds=0, version=1, pid=1),)))
+    waits = encode(SchedulerReply(status="busy", replies=(busy(0),)))
+    wrote = encode(SchedulerReply(replies=(SwapReply(rank=0, seconds=0, version=1, pid=2),)))
+    asked = itertools.chain([[free, waits]] * 2, itertools.repeat([free, wrote if ends else waits]))
+
+    class Server:
+        def __init__(self, _: object) -> None: ...
+
+        async def check_weights(self, action: str) -> list[str]:
+            assert '"flush":true' in action
+            return next(asked)
+
+    monkeypatch.setattr(compat, "check_version", lambda: "0")
+    monkeypatch.setattr(compat, "check_layout", lambda **_: None)
+    monkeypatch.setattr(compat, "Server", Server)
+    monkeypatch.setattr(engines, "BUSY_S", 0.1)
+    loop = asyncio.new_event_loop()
+    settings = ReplicaSettings(subscribe=SubscribeConfig(url=str(tmp_path)))
+    engine = engines.InProcessEngine(None, loop, settings)
+    found = engine.call(SwapRequest(leader="a", ticket=1, version=1))
+    assert [type(reply) for reply in found] == [SwapReply if ends else Refusal, SwapReply]
+    loop.close()

@@ -18,7 +18,7 @@ from torch import nn
 from deltachain.control.server import Control
 from deltachain.errors import ConfigError, EngineVersionError, TensorMismatchError
 from deltachain.replica.leader import Leader
-from deltachain_vllm.compat import check_counts, check_experts, check_version
+from deltachain_vllm.compat import call_workers, check_experts, check_layout, check_version, rank_of
 from deltachain_vllm.routes import EndpointPlugin, attach_sleep
 from deltachain_vllm.scales import CREATE, OPS, owned, uncaptured
 from deltachain_vllm.start_check import check_front, check_plugins, check_start, is_server
@@ -41,13 +41,74 @@ def test_other_versions_are_refused_with_the_range(
         check_version()
 
 
-def test_several_engines_and_front_ends_are_refused_by_their_options() -> None:
-    check_counts(1, 1)
-    with pytest.raises(ConfigError, match="2 data-parallel engines"):
-        check_counts(2, 2)
-    with pytest.raises(ConfigError, match="3 front ends") as caught:
-        check_counts(1, 3)
-    assert "--api-server-count 1" in caught.value.hint
+def parallel_of(**fields: Any) -> Any:
+    usual = {
+        "world_size": 2,
+        "data_parallel_size": 4,
+        "data_parallel_index": 3,
+        "data_parallel_rank_local": 1,
+        "data_parallel_hybrid_lb": False,
+        "data_parallel_external_lb": False,
+        "local_engines_only": False,
+    }
+    return SimpleNamespace(**{**usual, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "environment", "number"),
+    [
+        ({}, {}, 7),  # engine 3 of 4
+        ({"data_parallel_hybrid_lb": True}, {}, 3),  # the second engine of this server
+        ({"data_parallel_external_lb": True}, {}, 1),
+        ({}, {"VLLM_DP_SIZE": "4"}, 1),  # a program for each engine
+        ({"data_parallel_index": 0, "data_parallel_rank_local": None}, {}, 1),
+    ],
+)
+def test_ranks_are_numbered_over_the_engines_of_one_server(
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    environment: dict[str, str],
+    number: int,
+) -> None:
+    monkeypatch.delenv("VLLM_DP_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert rank_of(parallel_of(**fields), 1) == number
+
+
+@pytest.mark.parametrize(
+    ("engines", "moe", "refused"), [(2, True, True), (1, True, False), (2, False, False)]
+)
+def test_engines_of_several_servers_that_step_together_are_refused(
+    *, engines: int, moe: bool, refused: bool
+) -> None:
+    parallel = parallel_of(local_engines_only=True, data_parallel_size=engines)
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
+    if not refused:
+        check_layout(config)
+        return
+    with pytest.raises(ConfigError, match="none can pause alone"):
+        check_layout(config)
+
+
+def test_replies_of_all_engines_are_asked_for() -> None:
+    async def call_all(*asked: object) -> list[list[str]]:
+        assert asked == ("collective_rpc", "handle", None, ("text",), None)
+        return [["0", "1"], ["2", "3"]]
+
+    async def call_first(method: str, args: tuple[str, ...]) -> list[str]:
+        return [method, *args]
+
+    async def called(core: object, engines: int) -> list[str]:
+        config = SimpleNamespace(parallel_config=parallel_of(data_parallel_size=engines))
+        client = SimpleNamespace(engine_core=core, vllm_config=config, collective_rpc=call_first)
+        return await call_workers(client, "handle", "text")
+
+    known = SimpleNamespace(call_utility_all_async=call_all)
+    assert asyncio.run(called(known, 2)) == ["0", "1", "2", "3"]
+    assert asyncio.run(called(None, 1)) == ["handle", "text"]
+    with pytest.raises(EngineVersionError, match="its first data-parallel engine only"):
+        asyncio.run(called(None, 2))
 
 
 def test_experts_that_move_are_refused_by_the_option() -> None:
@@ -283,11 +344,9 @@ def test_a_vllm_without_such_kernels_is_left_alone(ops: Any) -> None:
         assert not hasattr(ops, CREATE)
 
 
-async def _started(
-    environment: dict[str, str], engines: int = 1, mode: str = "", **arguments: Any
-) -> Control:
+async def _started(environment: dict[str, str], mode: str = "", **arguments: Any) -> Control:
     app = FastAPI()
-    parallel = SimpleNamespace(data_parallel_size=engines, **({mode: True} if mode else {}))
+    parallel = SimpleNamespace(**({mode: True} if mode else {}))
     client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
     with mock.patch.dict("os.environ", environment):
         await EndpointPlugin().init_state(client, app.state, Namespace(**arguments))
@@ -299,8 +358,6 @@ async def _started(
     ("environment", "arguments", "refusal"),
     [
         ({"DELTACHAIN_MAX_LAG": "y"}, {}, "expected a number"),
-        ({}, {"api_server_count": 2}, "--api-server-count 1"),
-        ({}, {"engines": 2, "api_server_count": 2}, "2 servers without --data-parallel-size"),
         ({}, {"mode": "enable_eplb"}, "moves experts while it serves (--enable-eplb)"),
         ({}, {"mode": "enable_elastic_ep"}, "start it without --enable-elastic-ep"),
     ],
