@@ -34,8 +34,8 @@ class SglangEngine:
     def __init__(
         self, server: Any, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
-        self.software: Final = f"sglang/{compat.check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
+        self.software: Final = f"sglang/{compat.check_version(self.mode)}"
         compat.check_layout(in_place=self.mode == IN_PLACE)
         self._server = compat.Server(server)
         self._loop = loop
@@ -113,9 +113,10 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
     Raises:
         ConfigError: deltachain does not support the engine's configuration, or a
             ``DELTACHAIN_*`` variable is invalid.
-        EngineVersionError: This SGLang was not tested.
+        EngineVersionError: This SGLang lacks names that are needed.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
+    compat.TABLE.tell(compat.check_version())
     if compat.front_ends() > 1:
         raise UnsupportedEngineError(
             f"this engine has {compat.front_ends()} tokenizer workers",

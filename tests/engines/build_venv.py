@@ -25,7 +25,7 @@ HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 
 OTHERS: Final = {
-    "vllm-0.31.0": ("transformers==5.17.0",),
+    "vllm-0.31.0": ("transformers==5.17.0", "huggingface-hub==1.33.0"),
     "vllm-0.30.0": ("openai-harmony==0.0.4",),
     "sglang-0.5.22": ("openai==2.6.1",),
 }

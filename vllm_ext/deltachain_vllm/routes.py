@@ -38,16 +38,20 @@ Endpoint = Callable[..., Awaitable[Any]]
 
 
 def attach_sleep(app: FastAPI) -> None:
-    """Wrap the routes that put the server to sleep and wake it, if it has them."""
+    """Wrap the routes that put the server to sleep and wake it, if it has them, in their places.
+
+    vLLM 0.31 and earlier would find its own first.
+    """
     around: dict[str, Callable[[Endpoint], Endpoint]] = {
         "/sleep": _sleeping,
         "/release_kv_cache_memory": _sleeping,
         "/wake_up": _waking,
     }
-    for route in [*app.routes]:
+    for at, route in enumerate([*app.routes]):
         if isinstance(route, APIRoute) and route.path in around:
             endpoint = around[route.path](route.endpoint)
             app.add_api_route(route.path, endpoint, methods=sorted(route.methods or ()))
+            app.router.routes[at] = app.router.routes.pop()
 
 
 def _sleeping(original: Endpoint) -> Endpoint:
