@@ -119,7 +119,7 @@ def _parsed(module: str) -> ast.Module | None:
 
 def _resolved(module: str, members: list[str]) -> Found | None:
     tree = _parsed(module)
-    found = (module, tree) if tree else None
+    found: Found | None = (module, tree) if tree else None
     for name in members:
         found = found and _member(*found, name)
     return found

@@ -18,7 +18,8 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat
 from .ranks import SchedulerRequest, decode_scheduler_reply
-from .start_check import IN_PLACE, PAUSES
+from .start_check import PAUSES
+from .table import IN_PLACE, TABLE
 
 BUSY_S: Final = 5.0
 """Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
@@ -116,7 +117,7 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
         EngineVersionError: This SGLang lacks names that are needed.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
-    compat.TABLE.tell(compat.check_version())
+    TABLE.tell(compat.check_version())
     if compat.front_ends() > 1:
         raise UnsupportedEngineError(
             f"this engine has {compat.front_ends()} tokenizer workers",

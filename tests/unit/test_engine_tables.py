@@ -40,8 +40,11 @@ MADE = {"sglang.srt.managers.tokenizer_manager.TokenizerManager.check_weights_co
 """Attributes that no source names: they are made of a list."""
 
 
+QUOTES = "'"
+
+
 def used(engine: str, tree: ast.Module) -> Iterator[str]:
-    imported = {}
+    imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{engine}."):
             names = {alias.asname or alias.name: alias.name for alias in node.names}
@@ -52,8 +55,9 @@ def used(engine: str, tree: ast.Module) -> Iterator[str]:
             if holder := HOLDERS[engine].get(ast.unparse(node.value)):
                 yield f"{holder}.{node.attr}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "hook":
-            if isinstance(name := node.args[1], ast.Constant):
-                yield f"{imported[ast.unparse(node.args[0])]}.{name.value}"
+            owner, name = map(ast.unparse, node.args[:2])
+            if owner in imported:
+                yield f"{imported[owner]}.{name.strip(QUOTES)}"
 
 
 HOOKED = {
