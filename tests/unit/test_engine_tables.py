@@ -40,9 +40,6 @@ MADE = {"sglang.srt.managers.tokenizer_manager.TokenizerManager.check_weights_co
 """Attributes that no source names: they are made of a list."""
 
 
-QUOTES = "'"
-
-
 def used(engine: str, tree: ast.Module) -> Iterator[str]:
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -57,7 +54,7 @@ def used(engine: str, tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "hook":
             owner, name = map(ast.unparse, node.args[:2])
             if owner in imported:
-                yield f"{imported[owner]}.{name.strip(QUOTES)}"
+                yield f"{imported[owner]}.{name[1:-1]}"
 
 
 HOOKED = {
