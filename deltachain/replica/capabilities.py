@@ -80,7 +80,7 @@ class Table:
     def tell(self, installed: str) -> None:
         """Log the remarks as warnings."""
         for remark in self.remarks(installed):
-            logger.warning("%s", remark)
+            logger.warning("deltachain: %s", remark)
 
 
 @cache

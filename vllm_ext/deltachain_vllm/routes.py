@@ -60,8 +60,10 @@ def _sleeping(original: Endpoint) -> Endpoint:
     @wraps(original)
     async def sleep(raw_request: Request, **asked: Any) -> Any:
         kinds = frozenset({CACHE})
-        if "level" in asked:  # else only the cache is released
-            kinds = frozenset({WEIGHTS, CACHE}) if asked["level"] > 0 else frozenset({SCHEDULING})
+        if raw_request.url.path.endswith("/sleep"):  # else only the cache is released
+            # vLLM 0.31 and earlier read the level from the request themselves.
+            level = asked.get("level", raw_request.query_params.get("level", 1))
+            kinds = frozenset({SCHEDULING} if str(level) == "0" else {WEIGHTS, CACHE})
         control = control_server.leading(raw_request.app)
         if control is not None:
             await control.run(lambda leader: _sleep(leader, kinds), None)

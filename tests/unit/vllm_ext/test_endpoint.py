@@ -180,17 +180,24 @@ def leader(here: Followed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
     yield from leader_of(here)
 
 
-@pytest.fixture
-def server(leader: Leader) -> TestClient:
-    """With routes as vLLM's development mode has them."""
+@pytest.fixture(params=["0.31", "0.32"])
+def server(leader: Leader, request: pytest.FixtureRequest) -> TestClient:
+    """With routes as the development mode of a vLLM has them."""
     app = FastAPI()
 
-    @app.post("/sleep")
     async def sleep(raw_request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1) -> int:
         del raw_request
         if level == 2:
             raise HTTPException(500, "cannot")
         return level
+
+    async def unparsed(raw_request: Request) -> int:
+        level = int(raw_request.query_params.get("level", "1"))
+        if level > 2:
+            raise HTTPException(422)
+        return await sleep(raw_request, level)
+
+    app.post("/sleep")(sleep if request.param == "0.32" else unparsed)
 
     @app.post("/wake_up")
     async def wake_up(raw_request: Request) -> list[str]:
