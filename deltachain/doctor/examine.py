@@ -60,7 +60,10 @@ _REQUIREMENT: Final = re.compile(
 
 
 class StartCheck(Protocol):
-    """``start_check.check`` of an engine's plugin: yields what a server refuses at its start."""
+    """``start_check.check`` of an engine's plugin: yields what a server refuses at its start.
+
+    Beside it is ``TABLE``, a :class:`Table` of the engine's names.
+    """
 
     def __call__(self, installed: str, environment: Mapping[str, str], /) -> Iterator[ConfigError]:
         """Yield the errors, given the engine's version and the environment variables."""
@@ -139,8 +142,7 @@ def check_engines(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield from (note(ENGINE, remark) for remark in table.remarks(release))
         lacks = table.lacks()
         for row in (row for row in table.rows if row not in lacks):
-            said = f"{name} {release} has the {len(row.names)} names by which deltachain {row.does}"
-            yield ok(ENGINE, said)
+            yield ok(ENGINE, f"{name} {release} has all names by which deltachain {row.does}")
 
 
 def check_names(environment: Mapping[str, str]) -> Iterator[Finding]:

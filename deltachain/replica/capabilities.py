@@ -49,6 +49,7 @@ class Table:
     def lacks(self) -> Mapping[Capability, tuple[str, ...]]:
         """Return the capabilities that the installed engine lacks, and the missing names."""
         found = {row: tuple(n for n in row.names if not is_there(n)) for row in self.rows}
+        _parsed.cache_clear()  # tens of megabytes
         return {row: names for row, names in found.items() if names}
 
     def check(self, installed: str, uses: Collection[str] = ()) -> None:
