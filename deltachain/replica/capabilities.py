@@ -29,9 +29,14 @@ class Capability:
     """One use of an engine, and the names that it takes."""
 
     does: str  # what deltachain does by these names, such as "pauses generation"
-    names: tuple[str, ...]  # "module:name.member"; with "(a, b)" after it, called with these
+    names: tuple[str, ...]  # "module:name.member"; with "(a,b)" after it, called with these
     without: str = ""  # what is lost if a name is missing; empty: the engine is refused
     needed_by: str = ""  # a use that is then refused: a pause mode, or SERVER
+
+
+def names(owner: str, members: str) -> tuple[str, ...]:
+    """Return the names of an owner's members, which spaces part."""
+    return tuple(owner + member for member in members.split())
 
 
 SERVER: Final = "server"
