@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv-trainers venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long bench-sglang clean help
+.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -148,6 +148,12 @@ bench-dist: venv  ## what publishing costs the ranks of a sharded trainer
 bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 	.venv-sglang/bin/python -m tests.engines.bench
 
+# Not in CI: each release takes minutes and half a gigabyte. What it needs beside the pins is in build_venv.py.
+VERSION ?= $(if $(filter vllm,$(ENGINE)),0.31.0,0.5.22)
+test-engine-versions:  ## versions under load in another release: ENGINE=sglang, VERSION=0.5.22
+	$(PYTHON) tests/engines/build_venv.py $(ENGINE)-$(VERSION)
+	.venv-$(ENGINE)-$(VERSION)/bin/pytest tests/engines/test_server_load.py -m "engine and not slow"
+
 test-triton: venv  ## Triton programs without a card: interpreted, and compiled for three architectures
 	$(BIN)/pytest -m triton tests/unit/test_staging_programs.py tests/unit/test_kernels.py
 
@@ -166,8 +172,8 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -4,7 +4,7 @@
 
     DeltaChainError                          base; carries .hint
     ├── ConfigError          (ValueError)    wrong argument, URL or extra        -> fix the call
-    │   ├── EngineVersionError               engine outside the tested range     -> change version
+    │   ├── EngineVersionError               engine lacks names that are needed  -> change version
     │   ├── UnsupportedEngineError           engine in a mode that is refused    -> start it otherwise
     │   ├── UnsupportedModelError            model or optimizer that is refused  -> change it, or export
     │   └── OldBitsError                     a delta needs bits not held here    -> plan around it
@@ -103,7 +103,7 @@ class ConfigError(DeltaChainError, ValueError):
 
 
 class EngineVersionError(ConfigError):
-    """The inference engine is outside the tested range."""
+    """The inference engine lacks names that deltachain needs of it."""
 
 
 class UnsupportedEngineError(ConfigError):

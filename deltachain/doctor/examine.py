@@ -34,6 +34,7 @@ from deltachain.errors import ConfigError
 from deltachain.format.keys import CHAIN_KEY, manifest_key, trial_key
 from deltachain.presence.writer import interval_s
 from deltachain.redact import redacted_path, redacted_url
+from deltachain.replica.capabilities import Table
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
 from deltachain.store import ObjectInfo, Store, check_apart, open_store
@@ -59,7 +60,10 @@ _REQUIREMENT: Final = re.compile(
 
 
 class StartCheck(Protocol):
-    """``start_check.check`` of an engine's plugin: yields what a server refuses at its start."""
+    """``start_check.check`` of an engine's plugin: yields what a server refuses at its start.
+
+    Beside it is ``TABLE``, a :class:`Table` of the engine's names.
+    """
 
     def __call__(self, installed: str, environment: Mapping[str, str], /) -> Iterator[ConfigError]:
         """Yield the errors, given the engine's version and the environment variables."""
@@ -128,11 +132,17 @@ def check_engines(environment: Mapping[str, str]) -> Iterator[Finding]:
                 "install deltachain anew, into the environment of the engine",
             )
             continue
-        check: StartCheck = import_module(f"{plugins[0].module}.start_check").check
+        start_check = import_module(f"{plugins[0].module}.start_check")
+        check: StartCheck = start_check.check
+        table: Table = start_check.TABLE
         wrong = list(check(release, environment))
         yield from (failed(ENGINE, error) for error in wrong)
         if not wrong:
-            yield ok(ENGINE, f"{name} {release} is a tested version, and loads the plugin")
+            yield ok(ENGINE, f"{name} {release} loads the plugin")
+        yield from (note(ENGINE, remark) for remark in table.remarks(release))
+        lacks = table.lacks()
+        for row in (row for row in table.rows if row not in lacks):
+            yield ok(ENGINE, f"{name} {release} has all names by which deltachain {row.does}")
 
 
 def check_names(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,43 +1,18 @@
 """The interfaces of an inference engine: one rank's model, and the whole replica."""
 
 import asyncio
-import re
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from deltachain.errors import ApplyError, ConfigError, EngineVersionError
+from deltachain.errors import ApplyError, ConfigError
 
+from .capabilities import SERVER, Table
 from .messages import AnyRequest, RankReply
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRange:
-    """A range of versions: from ``first`` up to, not including, ``beyond``."""
-
-    engine: str  # name of the engine; in lower case, the name of its package
-    first: tuple[int, ...]  # first tested version
-    beyond: tuple[int, ...]  # first version after the range, of the same length
-
-    def check(self, found: str) -> str:
-        """Return the given version, or raise an :class:`EngineVersionError` for another."""
-        pattern = r"\.".join([r"(\d+)"] * len(self.first))
-        match = re.match(pattern, found)
-        version = tuple(map(int, match.groups())) if match else ()
-        if not self.first <= version < self.beyond:
-            first, beyond = (".".join(map(str, end)) for end in (self.first, self.beyond))
-            raise EngineVersionError(
-                f"{self.engine} {found} was not tested with this deltachain: "
-                f"{first} up to, not including, {beyond} was",
-                hint=f'pip install "{self.engine.lower()}>={first},<{beyond}", '
-                "or another deltachain",
-            )
-        return found
 
 
 def pause_mode(named: str, modes: Sequence[str]) -> str:
@@ -51,11 +26,12 @@ def pause_mode(named: str, modes: Sequence[str]) -> str:
 
 
 def start_faults(
-    tested: VersionRange, pauses: Sequence[str], installed: str, environment: Mapping[str, str]
+    table: Table, pauses: Sequence[str], installed: str, environment: Mapping[str, str]
 ) -> Iterator[ConfigError]:
     """Yield what keeps the installed version of an engine from following any chain."""
     named = environment.get("DELTACHAIN_PAUSE", "").strip()
-    for check in (partial(tested.check, installed), partial(pause_mode, named, pauses)):
+    uses = (named, SERVER) if environment.get("DELTACHAIN_URL") else (named,)
+    for check in (partial(table.check, installed, uses), partial(pause_mode, named, pauses)):
         try:
             check()
         except ConfigError as exc:

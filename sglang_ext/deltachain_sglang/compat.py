@@ -14,22 +14,10 @@ from fastapi.routing import APIRoute
 
 from deltachain.errors import ApplyError, UnsupportedEngineError
 
-from .start_check import IN_PLACE, TESTED
+from .table import IN_PLACE, MOVING, OUTLIVING, TABLE
 
 ABORT_LOOK_S: Final = 0.01  # seconds between two checks whether aborted requests have ended
 DEAD_LOOK_S: Final = 1.0  # seconds between two looks whether the asked processes live
-OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
-"""Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
-
-MOVING: Final = {
-    "ep_num_redundant_experts": 0,
-    "init_expert_location": "trivial",
-    "enable_eplb": False,
-    "elastic_ep_backend": None,
-    "enable_elastic_expert_backup": False,
-}
-"""Options with which experts are copied or moved between slots, and their usual values."""
-
 WEIGHTS: Final = "weights"  # SGLang's tag for weights in requests to release memory
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
@@ -52,11 +40,12 @@ ENGINE: Final = "sglang.srt.entrypoints.engine.Engine._ensure_event_loop"
 """Last step of the construction of an ``Engine``, which no server takes."""
 
 
-def check_version() -> str:
-    """Return the version of the installed SGLang, if it was tested."""
+def check_version(mode: str = "") -> str:
+    """Return the version of the installed SGLang, if it has all names that are needed."""
     import sglang
 
-    return TESTED.check(sglang.__version__)
+    TABLE.check(sglang.__version__, (mode,))
+    return str(sglang.__version__)
 
 
 def context() -> Any:

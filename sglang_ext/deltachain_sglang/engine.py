@@ -20,7 +20,8 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat
 from .ranks import BUSY, COLLECT, SchedulerReply, SchedulerRequest, decode_scheduler_reply
-from .start_check import IN_PLACE, PAUSES
+from .start_check import PAUSES
+from .table import IN_PLACE, TABLE
 
 BUSY_S: Final = 5.0
 """Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
@@ -38,8 +39,8 @@ class SglangEngine:
     def __init__(
         self, server: Any, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
-        self.software: Final = f"sglang/{compat.check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
+        self.software: Final = f"sglang/{compat.check_version(self.mode)}"
         compat.check_layout(self.mode)
         self._server = compat.Server(server)
         self._is_staged = compat.stages() > 1
@@ -137,9 +138,10 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
     Raises:
         ConfigError: deltachain does not support the engine's configuration, or a
             ``DELTACHAIN_*`` variable is invalid.
-        EngineVersionError: This SGLang was not tested.
+        EngineVersionError: This SGLang lacks names that are needed.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
+    TABLE.tell(compat.check_version())
     if compat.front_ends() > 1:
         raise UnsupportedEngineError(
             f"this engine has {compat.front_ends()} tokenizer workers",

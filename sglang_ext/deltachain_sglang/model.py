@@ -222,7 +222,6 @@ logger = logging.getLogger(__name__)
 
 class SglangModel:
     def __init__(self, model: nn.Module, config: Any, device: str) -> None:
-        compat.check_version()
         compat.check_experts()
         loading.guard(model)
         self.model = model

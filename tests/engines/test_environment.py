@@ -74,6 +74,12 @@ def test_vllm_finds_both_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"deltachain_http": plugin.EndpointPlugin}
 
 
+def test_the_engine_was_run_and_has_every_name_that_is_needed() -> None:
+    table = importlib.import_module(f"deltachain_{ENGINE}.table").TABLE
+    assert dict(table.lacks()) == {}
+    assert list(table.remarks(version(ENGINE))) == []
+
+
 @sglang_alone
 def test_sglang_is_the_pinned_one_and_supported() -> None:
     compat = importlib.import_module("deltachain_sglang.compat")

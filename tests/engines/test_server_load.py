@@ -3,7 +3,9 @@
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,11 @@ FRESH = (4, 24)
 MOST_ROUNDS = 10
 
 
+LOST = import_module(f"deltachain_{ENGINE}.table").TABLE.lacks() if ENGINE else {}
+LABELS = not any(row.does.startswith("labels") for row in LOST)
+"""Whether answers tell the versions of their tokens: those of vLLM 0.31 and earlier do not."""
+
+
 class Trial:
     def __init__(self, trainer: Trainer, server: Server, *, push: bool) -> None:
         self.trainer, self.server, self.push = trainer, server, push
@@ -50,12 +57,20 @@ class Trial:
         self.applied = version
         for _ in range(MOST_ROUNDS):
             prompts = [prompt(self._dice) for _ in range(FRESH[0])]
-            answers = list(self._pool.map(lambda p: self.server.generate(p, FRESH[1]), prompts))
+            answers = list(self._pool.map(lambda p: self.ask(p, FRESH[1]), prompts))
             self.fresh += [(version, answer) for answer in answers]
             # The version before would have gone on otherwise: the judge could find this one wrong.
             if any(self.wrong(answer, version - 1) for answer in answers):
                 return
         pytest.fail(f"versions {version - 1} and {version} go on alike with every prompt")
+
+    def ask(self, prompt: list[int], length: int) -> Generated:
+        """Generate by the version that was applied last."""
+        answer = self.server.generate(prompt, length)
+        if LABELS:
+            return answer
+        assert answer.spans == ()
+        return replace(answer, spans=((0, len(answer.tokens), str(self.applied)),))
 
     def receipts(self) -> list[int]:
         found = re.findall(r"\] deltachain: version (\d+) \(from \S+\) nnz", self.server.log())
@@ -92,6 +107,9 @@ class Trial:
         """Labels have no gap, never go back, and name what was held; tokens are the version's."""
         receipts = [0, *self.receipts()]
         assert receipts == sorted(set(receipts))
+        if not LABELS:
+            assert {answer.spans for _, answer in seen.generated} == {()}
+            return
         for known, answer in seen.generated:
             starts = [start for start, _, _ in answer.spans]
             ends = [end for _, end, _ in answer.spans]
@@ -176,7 +194,7 @@ def of_experts(folder: Path, family: str, tp: int, versions: int) -> None:
         assert "refused" not in server.status()["classes"]
         trial = Trial(trainer, server, push=True)
         seen = checked(trial, versions, finish={"length"})
-    assert any(len(answer.spans) > 1 for _, answer in seen.generated)
+    assert not LABELS or any(len(answer.spans) > 1 for _, answer in seen.generated)
 
 
 def test_versions_of_experts_arrive_under_load(tmp_path: Path) -> None:
@@ -209,5 +227,6 @@ def wrong_after_an_update(trial: Trial) -> int:
     prompts = [prompt(dice, 400) for _ in range(4)]
     for asked in prompts:
         trial.server.generate(asked, 32)
-    trial.server.update(trial.trainer.step())
-    return sum(trial.wrong(trial.server.generate(asked, 32)) for asked in prompts)
+    trial.applied = trial.trainer.step()
+    trial.server.update(trial.applied)
+    return sum(trial.wrong(trial.ask(asked, 32)) for asked in prompts)

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
-from .start_check import TESTED
+from .table import TABLE
 
 
-def check_version() -> str:
-    """Return the version of the installed vLLM, if it was tested."""
+def check_version(*uses: str) -> str:
+    """Return the version of the installed vLLM, if it has all names that these uses need."""
     import vllm
 
-    return TESTED.check(vllm.__version__)
+    TABLE.check(vllm.__version__, uses)
+    return str(vllm.__version__)
 
 
 def check_layout(config: Any) -> None:

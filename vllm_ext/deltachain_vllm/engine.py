@@ -20,6 +20,7 @@ from . import BACKEND, HANDLE, IN_PLACE
 from .compat import call_workers, check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
+from .table import TABLE
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,8 +38,8 @@ class VllmEngine:
     def __init__(
         self, client: EngineClient, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
-        self.software: Final = f"vllm/{check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
+        self.software: Final = f"vllm/{check_version(self.mode)}"
         check_extension(client.vllm_config, "--worker-extension-cls")
         transfer = client.vllm_config.weight_transfer_config
         self._in_session = transfer is not None and transfer.backend == BACKEND
@@ -172,6 +173,7 @@ def subscribe(llm: "LLM | EngineClient", config: SubscribeConfig | str) -> Subsc
             event loop yet; or a ``DELTACHAIN_*`` variable is invalid.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
+    TABLE.tell(check_version())
     engine: OfflineEngine | VllmEngine
     if isinstance(llm, EngineClient):
         check_extension(llm.vllm_config, ARGUMENT)

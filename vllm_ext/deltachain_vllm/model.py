@@ -109,7 +109,6 @@ class VllmModel:
     def __init__(
         self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
     ) -> None:
-        compat.check_version()
         compat.check_experts(config)
         self.model = model
         self.config = config

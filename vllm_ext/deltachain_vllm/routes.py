@@ -38,11 +38,15 @@ Endpoint = Callable[..., Awaitable[Any]]
 
 
 def attach_sleep(app: FastAPI) -> None:
-    """Wrap the routes that put the server to sleep and wake it, if it has them."""
-    for route in [*app.routes]:
+    """Wrap the routes that put the server to sleep and wake it, if it has them, in their places.
+
+    vLLM 0.31 and earlier would find its own first.
+    """
+    for at, route in enumerate([*app.routes]):
         if isinstance(route, APIRoute) and route.path in SLEEP:
             endpoint = SLEEP[route.path](route.endpoint)
             app.add_api_route(route.path, endpoint, methods=sorted(route.methods or ()))
+            app.router.routes[at] = app.router.routes.pop()
 
 
 def _sleeping(original: Endpoint) -> Endpoint:
@@ -51,8 +55,10 @@ def _sleeping(original: Endpoint) -> Endpoint:
     @wraps(original)
     async def sleep(raw_request: Request, **asked: Any) -> Any:
         kinds = frozenset({CACHE})
-        if "level" in asked:  # else only the cache is released
-            kinds = frozenset({WEIGHTS, CACHE}) if asked["level"] > 0 else frozenset({SCHEDULING})
+        if raw_request.url.path.endswith("/sleep"):  # else only the cache is released
+            # vLLM 0.31 and earlier read the level from the request themselves.
+            level = asked.get("level", raw_request.query_params.get("level", 1))
+            kinds = frozenset({SCHEDULING} if str(level) == "0" else {WEIGHTS, CACHE})
         control = control_server.leading(raw_request.app)
         if control is not None:
             await control.run(lambda leader: _sleep(leader, kinds), None)

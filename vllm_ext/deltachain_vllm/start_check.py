@@ -4,20 +4,18 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import PurePath
 from typing import Any, Final
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, UnsupportedEngineError
-from deltachain.replica.engine import VersionRange, start_faults
+from deltachain.replica.capabilities import SERVER
+from deltachain.replica.engine import start_faults
 
 from . import IN_PLACE
+from .table import TABLE
 
 logger = logging.getLogger(__name__)
-
-TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
-"""Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
 
 PAUSES: Final = ("keep", "wait", "abort", IN_PLACE)
 """Pause modes: running requests are computed anew, waited for, aborted, or continue as they are."""
@@ -28,7 +26,7 @@ ROUTES: Final = "deltachain_http"
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
     """Yield what a server would refuse that follows the chain of ``DELTACHAIN_URL``."""
-    yield from start_faults(TESTED, PAUSES, installed, environment)
+    yield from start_faults(TABLE, PAUSES, installed, environment)
     if environment.get("DELTACHAIN_URL"):
         try:
             check_listed(environment.get("VLLM_PLUGINS", ""))
@@ -51,8 +49,8 @@ def check_start() -> None:
 
     try:
         if is_server(sys.argv):
-            check_version()
-            check_plugins(os.environ.get("VLLM_PLUGINS", ""))
+            TABLE.tell(check_version(SERVER, os.environ.get("DELTACHAIN_PAUSE", "").strip()))
+            check_listed(os.environ.get("VLLM_PLUGINS", ""))
             check_front(sys.argv, os.environ)
             check_configured(_check_config)
         elif "--headless" not in sys.argv:
@@ -92,13 +90,4 @@ def check_front(command: Sequence[str], environment: Mapping[str, str]) -> None:
         raise UnsupportedEngineError(
             f"this server has a front end that loads no routes of deltachain: {option}",
             hint=f"start it without {option}",
-        )
-
-
-def check_plugins(named: str) -> None:
-    """Refuse a server whose vLLM does not load deltachain's routes, which bring the leader."""
-    check_listed(named)
-    if find_spec("vllm.plugins.endpoint_plugins") is None:
-        raise UnsupportedEngineError(
-            "this vLLM has no endpoint plugins", hint="take a tested version of it"
         )

@@ -113,7 +113,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "enable_lmcache": False,
         "enable_streaming_session": False,
         "weight_cache_mode": "off",
-        **compat.MOVING,
+        **MOVING,
     }
 
     class Bag:

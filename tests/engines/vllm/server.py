@@ -67,7 +67,7 @@ class VllmServer(Server):
             finish=choice["finish_reason"],
             spans=tuple(
                 (span["start"], span["end"], span["version"])
-                for span in choice["weight_versions"] or ()
+                for span in choice.get("weight_versions") or ()
             ),
         )
 

@@ -19,7 +19,7 @@ from deltachain import environment
 from deltachain.cli.app import app
 from deltachain.control.routes import probes
 from deltachain.metrics import COUNTERS, GAUGES
-from deltachain_vllm import start_check
+from deltachain_vllm import table
 from tests.unit.deploy.recipes import (
     COMPOSE,
     DASHBOARD,
@@ -295,6 +295,6 @@ def test_settings_of_the_trainer_are_read_by_it() -> None:
 
 
 def test_the_engine_is_a_release_that_is_tested() -> None:
-    tested = ".".join(map(str, start_check.TESTED.first))
+    tested = table.TABLE.tested[-1]
     found = named(r"vllm(?:-openai)?(?::v|==)(\d+\.\d+)\.\d+")
     assert set(found) == {tested}

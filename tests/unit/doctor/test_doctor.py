@@ -12,12 +12,15 @@ import pytest
 
 from deltachain.chain.trust import SigningKey
 from deltachain.doctor import Finding, Grade, Role
-from deltachain.doctor.examine import SKEW_S, clocks, examine, probe_writes
+from deltachain.doctor.examine import SKEW_S, check_engines, clocks, examine, probe_writes
 from deltachain.errors import StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.base import ObjectInfo
 from deltachain.store.file import FileStore
 from deltachain.types import Buffer
+from deltachain_sglang.table import TABLE as SGLANG
+from deltachain_vllm.table import TABLE as VLLM
+from tests.support.made_up import write_engine
 from tests.support.seaweed import Seaweed
 from tests.unit.cli.support import ok as run
 from tests.unit.cli.support import random_state, write_checkpoint
@@ -209,10 +212,8 @@ def test_no_secret_is_shown(chain: Path, monkeypatch: pytest.MonkeyPatch, secret
 @pytest.mark.parametrize(
     ("name", "version", "environment", "named"),
     [
-        ("vllm", "0.20.0", LISTED, "0.20.0 was not tested"),
         ("vllm", "0.32.0", {}, "vLLM loads no routes of deltachain"),
         ("vllm", "0.32.0", {**LISTED, "DELTACHAIN_PAUSE": "retract"}, "none of keep, wait, abort"),
-        ("sglang", "0.4.0", {}, "0.4.0 was not tested"),
         ("sglang", "0.5.23", {"DELTACHAIN_PAUSE": "keep"}, "none of retract, in_place, abort"),
         ("sglang", "0.5.23", {"SGLANG_PLUGINS": "other"}, "SGLang does not load deltachain"),
         ("blake3", "0.1", {}, "blake3 0.1 is older than 1.0"),
@@ -228,11 +229,35 @@ def test_a_wrong_package_is_named(  # noqa: PLR0917
     named: str,
 ) -> None:
     install(tmp_path / "site", name, version)
+    if name in TABLES:
+        write_engine(tmp_path / "site", TABLES[name])
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     set_all(monkeypatch, {"DELTACHAIN_URL": str(chain), **environment})
     (found,) = faults("")
     assert named in found.said
     assert found.hint
+
+
+TABLES = {"vllm": VLLM, "sglang": SGLANG}
+
+
+@pytest.mark.parametrize("engine", TABLES)
+def test_names_of_an_engine_are_shown_and_a_missing_one_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    table, site = TABLES[engine], tmp_path / "site"
+    install(site, engine, "9.9")
+    monkeypatch.syspath_prepend(str(site))
+    for row in table.rows:
+        write_engine(site, table, row.names[-1:])
+        shown = {found.said: found.grade for found in check_engines({})}
+        (said,) = [one for one in shown if row.names[-1] in one]
+        assert shown[said] is (Grade.NOTE if row.without else Grade.FAULT)
+        assert {said for said in shown if "9.9 was not run with this deltachain" in said}
+        has = [one for one in shown if "names by which deltachain" in one]
+        assert len(has) == len(table.rows) - 1
+    write_engine(site, table)
+    assert [found.grade for found in check_engines({})].count(Grade.OK) == 1 + len(table.rows)
 
 
 def test_a_publisher_without_torch_is_told(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

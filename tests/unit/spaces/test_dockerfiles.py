@@ -13,8 +13,8 @@ from huggingface_hub import SpaceCard, SpaceCardData
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deltachain_sglang import start_check as sglang
-from deltachain_vllm import start_check as vllm
+from deltachain_sglang import table as sglang
+from deltachain_vllm import table as vllm
 
 VARIABLE: Final = re.compile(r"\$\{?([A-Z][A-Z_]+)\b")
 
@@ -102,8 +102,7 @@ def test_every_image_is_pinned(space: Path) -> None:
 
 def test_an_argument_decides_the_engine_and_each_is_a_release_that_is_tested() -> None:
     tested = {
-        engine: ".".join(map(str, check.TESTED.first))
-        for engine, check in (("vllm", vllm), ("sglang", sglang))
+        engine: names.TABLE.tested[-1] for engine, names in (("vllm", vllm), ("sglang", sglang))
     }
     *bases, last = values(ROLLOUT, "FROM")
     images = {"vllm": "vllm/vllm-openai", "sglang": "lmsysorg/sglang"}

@@ -1,0 +1,142 @@
+"""The names of vLLM that deltachain takes, by what it does with them; imports no vLLM itself."""
+
+from typing import Final
+
+from deltachain.replica.capabilities import SERVER, Capability, Table, names
+
+from . import IN_PLACE
+
+_RELOAD: Final = "vllm.model_executor.model_loader.reload."
+_LAYERS: Final = "vllm.model_executor.layers."
+_CLIENT: Final = "vllm.v1.engine.async_llm:AsyncLLM."
+_TRANSFER: Final = "vllm.distributed.weight_transfer."
+
+TABLE: Final = Table(
+    engine="vLLM",
+    tested=("0.31", "0.32"),
+    rows=(
+        Capability(
+            "asks its workers",
+            names(_CLIENT, "collective_rpc(method,timeout,args,kwargs) errored vllm_config")
+            + names(
+                "vllm.", "engine.protocol:EngineClient config:ParallelConfig.worker_extension_cls"
+            )
+            + names("vllm.v1.worker.gpu_", "worker:Worker.model_runner worker:Worker.rank")
+            + names("vllm.v1.worker.gpu_model_runner:", "GPUModelRunner.get_model()")
+            + names("vllm.config:", "VllmConfig set_current_vllm_config")
+            + names("vllm.utils.torch_utils:", "set_default_torch_dtype(dtype)"),
+        ),
+        Capability(
+            "pauses generation",
+            names(_CLIENT, "pause_generation(mode,clear_cache) resume_generation() is_paused()")
+            + names(_CLIENT, "reset_prefix_cache(reset_running_requests,reset_connector)"),
+        ),
+        Capability(
+            "pauses without a wait",
+            names(
+                "vllm.",
+                "v1.engine.core_client:AsyncMPClient.pause_scheduler_async(mode,clear_cache) "
+                "renderers.base:BaseRenderer.clear_mm_cache_async()",
+            ),
+            without="each pause takes 20 ms longer",
+        ),
+        Capability(
+            "swaps in its update session",
+            names(
+                f"{_TRANSFER}base:WeightTransfer",
+                "Engine InitInfo UpdateInfo UpdateRequest(update_info)",
+            )
+            + names(
+                f"{_TRANSFER}factory:WeightTransferEngineFactory.",
+                "_registry register_engine(name,module_path_or_cls,class_name)",
+            )
+            + names(
+                _CLIENT, "start_weight_update() update_weights(request) finish_weight_update()"
+            ),
+        ),
+        Capability(
+            "names the version that is served",
+            names(_CLIENT, "update_weight_version(new_version)")
+            + names("vllm.v1.engine.llm_engine:", "LLMEngine.set_weight_version(weight_version)"),
+        ),
+        Capability(
+            "labels tokens with their version",
+            names("vllm.outputs:", "CompletionOutput.weight_versions"),
+            without="no answer tells which versions its tokens are of",
+        ),
+        Capability(
+            "finds its layers",
+            names("vllm.model_executor.model_loader.base_loader:", "BaseModelLoader.load_model")
+            + names(
+                _LAYERS,
+                "linear:LinearBase vocab_parallel_embedding:VocabParallelEmbedding "
+                "fused_moe.routed_experts:RoutedExperts "
+                "quantization.base_config:QuantizeMethodBase.process_weights_after_loading(layer) "
+                "attention:is_deferred_attention_layer(layer) "
+                "attention.attention:set_default_quant_scales(layer,register_buffer)",
+            ),
+        ),
+        Capability(
+            "reloads and packs layers",
+            names(
+                f"{_RELOAD}layerwise:",
+                "initialize_layerwise_reload(model) finalize_layerwise_reload(model,model_config) "
+                "get_layerwise_info(layer) get_layer_tensors(layer) "
+                "restore_layer_on_meta(layer,info) materialize_layer(layer,info) "
+                "_place_kernel_tensors(layer,info) _get_original_loader(tensor)",
+            )
+            + names(_RELOAD, "meta:SKIP_TENSORS sanitize:layer_ref_sentinel")
+            + names(
+                f"{_RELOAD}types:LayerReloadingInfo.",
+                "restore_metadata restore_device kernel_tensors load_numel can_load() reset()",
+            ),
+        ),
+        Capability(
+            "refuses arrangements that no update reaches",
+            names("vllm.engine.arg_utils:", "EngineArgs.create_engine_config")
+            + names(
+                "vllm.config:ParallelConfig.",
+                "data_parallel_size local_engines_only enable_eplb",
+            ),
+        ),
+        Capability(
+            "tells engines and front ends of a server apart",
+            names(
+                "vllm.config:ParallelConfig.",
+                "world_size data_parallel_index data_parallel_rank_local data_parallel_hybrid_lb "
+                "data_parallel_external_lb",
+            ),
+        ),
+        Capability(
+            "asks all data-parallel engines",
+            names(
+                "vllm.v1.engine.core_client:",
+                "AsyncMPClient.client_index AsyncMPClient.client_count "
+                "DPLBAsyncMPClient.call_utility_all_async",
+            ),
+            without="a server of several engines is refused",
+        ),
+        Capability(
+            "adds routes and a leader to a server",
+            names(
+                "vllm.plugins.endpoint_plugins.interface:",
+                "attach_endpoint_plugins init_endpoint_plugins_state",
+            ),
+            without="no server follows, only engines in your process",
+            needed_by=SERVER,
+        ),
+        Capability(
+            "keeps caches by version",
+            names(
+                "vllm.v1.core.sched.scheduler:Scheduler.",
+                "add_request(request) set_pause_state(pause_state) waiting ec_connector",
+            )
+            + names(
+                "vllm.v1.request:Request.",
+                "cache_salt mm_features num_computed_tokens block_hashes update_block_hashes()",
+            ),
+            without=f"pause mode {IN_PLACE} is refused",
+            needed_by=IN_PLACE,
+        ),
+    ),
+)
