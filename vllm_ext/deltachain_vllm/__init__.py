@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .engine import subscribe
     from .extension import WorkerExtension
     from .routes import EndpointPlugin
+    from .trainer import DeltaChainTrainerInit
 
-__all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
+__all__ = ["DeltaChainTrainerInit", "EndpointPlugin", "WorkerExtension", "register", "subscribe"]
 
 BACKEND: Final = "deltachain"
 """Name of the weight-transfer backend."""
@@ -24,6 +25,7 @@ HANDLE: Final = "deltachain_handle"
 """Name of the worker method that handles requests."""
 
 _HOMES: Final = {
+    "DeltaChainTrainerInit": "deltachain_vllm.trainer",
     "EndpointPlugin": "deltachain_vllm.routes",
     "WorkerExtension": "deltachain_vllm.extension",
     "subscribe": "deltachain_vllm.engine",

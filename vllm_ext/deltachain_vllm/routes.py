@@ -8,11 +8,13 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 
+from deltachain.control import routes as control_routes
 from deltachain.control import server as control_server
-from deltachain.control.routes import probes, router
+from deltachain.control.schemas import VersionRequest
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
@@ -37,12 +39,13 @@ SCHEDULING: Final = "scheduling"
 Endpoint = Callable[..., Awaitable[Any]]
 
 
-def attach_sleep(app: FastAPI) -> None:
-    """Wrap the routes that put the server to sleep and wake it, if it has them."""
+def attach_own(app: FastAPI) -> None:
+    """Wrap vLLM's routes for sleep, and for weights of a trainer, if the server has them."""
     around: dict[str, Callable[[Endpoint], Endpoint]] = {
         "/sleep": _sleeping,
         "/release_kv_cache_memory": _sleeping,
         "/wake_up": _waking,
+        "/update_weights": _updating,
     }
     for route in [*app.routes]:
         if isinstance(route, APIRoute) and route.path in around:
@@ -87,6 +90,22 @@ def _waking(original: Endpoint) -> Endpoint:
     return wake
 
 
+def _updating(original: Endpoint) -> Endpoint:
+    """Update to a version that a trainer names; see :mod:`deltachain_vllm.trainer`."""
+
+    @wraps(original)
+    async def update_weights(raw_request: Request, **asked: Any) -> Any:
+        try:
+            named = msgspec.convert(asked["update_info"], VersionRequest)
+        except msgspec.ValidationError:  # of another backend, which refuses it itself
+            return await original(raw_request, **asked)
+        return await control_routes.update(
+            control_server.control_of(raw_request), named, raw_request
+        )
+
+    return update_weights
+
+
 def _sleep(leader: Leader, kinds: frozenset[str]) -> None:
     control_server.fall_asleep(leader, kinds)
     if WEIGHTS in kinds:
@@ -114,9 +133,9 @@ class EndpointPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; called once, after the server's own routes are in its ``app``."""
-        app.include_router(router, prefix=PREFIX)
-        app.include_router(probes)
-        attach_sleep(app)
+        app.include_router(control_routes.router, prefix=PREFIX)
+        app.include_router(control_routes.probes)
+        attach_own(app)
         control_server.leave_at_end(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

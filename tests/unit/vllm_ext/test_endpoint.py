@@ -19,7 +19,7 @@ from deltachain.control.server import Control
 from deltachain.errors import ConfigError, EngineVersionError, TensorMismatchError
 from deltachain.replica.leader import Leader
 from deltachain_vllm.compat import check_counts, check_experts, check_version
-from deltachain_vllm.routes import EndpointPlugin, attach_sleep
+from deltachain_vllm.routes import EndpointPlugin, attach_own
 from deltachain_vllm.scales import CREATE, OPS, owned, uncaptured
 from deltachain_vllm.start_check import check_front, check_plugins, check_start, is_server
 from tests.unit.control.replicas import followed, leader_of
@@ -212,7 +212,7 @@ def server(leader: Leader) -> TestClient:
         return raw_request.query_params.getlist("tags")
 
     known = [*app.routes]
-    attach_sleep(app)
+    attach_own(app)
     ours = [route for route in app.routes if route not in known]
     assert len(ours) == 2
     app.router.routes[:] = [*ours, *known]
