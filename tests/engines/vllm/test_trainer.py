@@ -1,13 +1,9 @@
 """A trainer that drives servers by vLLM's own interface for trainers, with the backend's name."""
 
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
@@ -16,10 +12,12 @@ from vllm.distributed.weight_transfer import (
 
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain_vllm import DeltaChainTrainerInit
+from examples.demo.online.processes import free_port
 from tests.engines.expected import holds
 from tests.engines.families import with_tokenizer
 from tests.engines.serving import HOST, Server, start
 from tests.engines.trainer import make_batches, masters_of, one_thread, optimizer_steps, pretrain
+from tests.ranks.spawn import run
 
 pytestmark = pytest.mark.engine
 
@@ -78,3 +76,19 @@ def test_servers_have_each_of_twenty_steps_once_it_was_sent(trained: Run, tmp_pa
         with pytest.raises(ControlPlaneError, match="ChainError"):
             engine._call("update_weights", {"version": STEPS, "manifest": "0" * 64})
         engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["shards", "gathered", "halves"])
+def test_ranks_publish_what_they_hold_and_name_it_once(kind: str, tmp_path: Path) -> None:
+    run("tests.engines.vllm.trainer_ranks:follow", 2, kind, str(tmp_path))
+
+
+def test_a_trainer_needs_weights_and_a_server_that_answers(tmp_path: Path) -> None:
+    init = DeltaChainTrainerInit((tmp_path / "chain").as_uri())
+    nobody = HTTPVLLMWeightSyncClient(f"http://{HOST}:{free_port()}")
+    with pytest.raises(ConfigError, match="no weights"):
+        WeightTransferTrainerFactory.trainer_init(init, client=nobody)
+    source = ModuleSource(torch.nn.Linear(2, 2))
+    with pytest.raises(ControlPlaneError, match=rf"{HOST}.*refused"):
+        WeightTransferTrainerFactory.trainer_init(init, client=nobody, source=source)
+    assert not (tmp_path / "chain" / "chain.json").exists()

@@ -1,0 +1,1 @@
+"""Adapters: the transports of weights that training frameworks let others write."""
