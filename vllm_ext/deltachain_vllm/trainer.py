@@ -1,6 +1,6 @@
 """The trainer's half of the backend ``deltachain``, registered with vLLM when this is imported."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self

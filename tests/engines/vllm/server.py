@@ -98,8 +98,7 @@ class VllmServer(Server):
         }
 
     def digest(self, tensor: Tensor) -> str:
-        flat = tensor.contiguous().view(torch.uint8)
-        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        return digest(tensor)
 
     def named(self) -> str:
         return str(self.client.get("/weight_info").json()["weight_version"])
@@ -124,3 +123,8 @@ class VllmServer(Server):
 
     def flush(self) -> None:
         assert self.client.post("/reset_prefix_cache").status_code == 200
+
+
+def digest(tensor: Tensor) -> str:
+    flat = tensor.contiguous().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

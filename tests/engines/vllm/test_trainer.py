@@ -1,9 +1,10 @@
 """A trainer that drives servers by vLLM's own interface for trainers, with the backend's name."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
+from torch import nn
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
@@ -14,44 +15,19 @@ from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain_vllm import DeltaChainTrainerInit
 from examples.demo.online.processes import free_port
 from tests.engines.expected import holds
-from tests.engines.families import with_tokenizer
-from tests.engines.serving import HOST, Server, start
-from tests.engines.trainer import make_batches, masters_of, one_thread, optimizer_steps, pretrain
+from tests.engines.serving import HOST, Server, said_by, start
+from tests.engines.trainer import Run
 from tests.ranks.spawn import run
 
 pytestmark = pytest.mark.engine
 
 STEPS = 20
-RATE = 1e-2
 DTYPE = {"dtype": "BF16"}  # of the checkpoint; the trainer has fp32
-
-
-class Run:
-    """A model in training, and the checkpoints that it saves itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.base = folder, folder / "base"
-        batches = make_batches(0)
-        pretrain("qwen3", self.base, batches, 0)
-        self.model = masters_of(self.base)
-        self._steps = optimizer_steps(self.model, batches, RATE)
-
-    def step(self) -> None:
-        with one_thread(), torch.enable_grad():
-            next(self._steps)
-
-    def saved(self) -> Path:
-        folder = self.folder / "saved"
-        state = {name: tensor.bfloat16() for name, tensor in self.model.state_dict().items()}
-        self.model.save_pretrained(folder, state_dict=state)
-        with_tokenizer(folder)
-        return folder
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Run:
-    with one_thread():
-        return Run(tmp_path)
+    return Run(tmp_path)
 
 
 def client_of(server: Server) -> HTTPVLLMWeightSyncClient:
@@ -88,7 +64,14 @@ def test_a_trainer_needs_weights_and_a_server_that_answers(tmp_path: Path) -> No
     nobody = HTTPVLLMWeightSyncClient(f"http://{HOST}:{free_port()}")
     with pytest.raises(ConfigError, match="no weights"):
         WeightTransferTrainerFactory.trainer_init(init, client=nobody)
-    source = ModuleSource(torch.nn.Linear(2, 2))
+    source = ModuleSource(nn.Linear(2, 2))
     with pytest.raises(ControlPlaneError, match=rf"{HOST}.*refused"):
         WeightTransferTrainerFactory.trainer_init(init, client=nobody, source=source)
     assert not (tmp_path / "chain" / "chain.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="vLLM for CPUs comes without Ray")
+def test_an_actor_of_ray_has_each_of_twenty_steps(tmp_path: Path) -> None:
+    seen = said_by("tests.engines.vllm.ray_actor", str(tmp_path))
+    assert seen == [[str(step), True] for step in range(1, STEPS + 1)]

@@ -2,8 +2,9 @@
 
 import json
 import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any, Final
 
 import pytest
@@ -14,28 +15,40 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 VERL: Final = ROOT / ".venv-verl" / "bin" / "python"
 STEPS: Final = 20
 
-pytestmark = pytest.mark.slow
+needs_verl = pytest.mark.skipif(not VERL.exists(), reason="verl is missing: make venv-verl")
+
+pytestmark = [pytest.mark.slow, needs_verl]
 
 
-def trial(folder: Path, *address: str) -> list[Any]:
-    """Train from the checkpoint in a folder; return what each step brought."""
-    if not VERL.exists():
-        pytest.skip("verl is missing: make venv-verl")
+def trial(folder: Path, *address: str) -> Iterator[list[Any]]:
+    """Train from the checkpoint in a folder; yield what each step brought."""
     url = (folder / "chain").as_uri()
     command = [VERL, Path(__file__).with_name("verl_trial.py"), folder / "base", url, *address]
-    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=580)
-    assert done.returncode == 0, done.stderr.decode()[-5000:]
-    seen: list[Any] = json.loads(done.stdout)
-    assert [step for step, *_ in seen] == [*range(1, STEPS + 1)]
-    return seen
+    # What Ray starts imports from there as well: not our tests, in place of verl's.
+    variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    where: Any = {"cwd": folder, "env": variables}
+    with (
+        (folder / "log").open("w+") as log,
+        Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, text=True, **where) as trial,
+    ):
+        for step in range(1, STEPS + 1):
+            assert trial.stdin
+            assert trial.stdout
+            line = trial.stdout.readline()
+            assert line, (folder / "log").read_text()[-5000:]
+            said, *more = json.loads(line)
+            assert said == step
+            yield more
+            trial.stdin.write("\n")
+            trial.stdin.flush()
+        assert trial.wait() == 0, (folder / "log").read_text()[-5000:]
 
 
 def test_rollouts_get_the_bits_of_every_step(tmp_path: Path) -> None:
     with one_thread():
         pretrain("qwen3", tmp_path / "base", make_batches(0), 0)
     sent = []
-    for _, actors, rollouts in trial(tmp_path):
+    for actors, rollouts in trial(tmp_path):
         assert len(actors) == len(rollouts) == 2
         assert [actors[0]] * 4 == [*actors, *rollouts]
         sent.append(tuple(actors[0].items()))

@@ -1,7 +1,7 @@
 """Runs in verl's environment, by path: its manager, worker groups and workers, on a CPU.
 
 verl's own trainers need a card, so an actor here is a model under FSDP2 whose tensors are gathered
-one by one, as verl's ``get_per_tensor_param`` does. Prints the digests of both sides of each step.
+one by one, as verl's ``get_per_tensor_param`` does. Prints a line a step, and waits for one.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import ray
 import torch
 from tests.checkpoint_engine.test_utils import MockServerAdapter
@@ -122,19 +121,23 @@ def pool() -> RayResourcePool:
     return RayResourcePool(process_on_nodes=[2], use_gpu=False, max_colocate_count=1)
 
 
-async def tensors(path: str, config: CheckpointEngineConfig) -> list[Any]:
+def tell(*said: Any) -> None:
+    sys.stdout.write(f"{json.dumps(said)}\n")
+    sys.stdout.flush()
+    assert sys.stdin.readline(), "nobody waits for the next step"
+
+
+async def tensors(path: str, config: CheckpointEngineConfig) -> None:
     """Both ranks of a rollout get all tensors of every step."""
     actors = group(Actor, pool(), path=path, config=config)
     model = HFModelConfig(path=path, use_remove_padding=False)
     given = {"rollout_config": RolloutConfig(name="vllm", checkpoint_engine=config)}
     rollouts = group(Rollout, pool(), model_config=model, **given)
     manager = CheckpointEngineManager(config, actors, [Replica(rollouts.workers)])
-    seen = []
     for step in range(1, STEPS + 1):
         actors.step(step)
         metrics = await manager.update_weights(global_steps=step)
-        seen.append([metrics["deltachain/version"], actors.digests(), rollouts.received()])
-    return seen
+        tell(metrics["deltachain/version"], actors.digests(), rollouts.received())
 
 
 class Labels:
@@ -147,7 +150,7 @@ class Labels:
         return self.step
 
 
-async def follow(path: str, config: CheckpointEngineConfig, address: str) -> list[Any]:
+async def follow(path: str, config: CheckpointEngineConfig, address: str) -> None:
     """A server that follows by itself has each step once the manager returns."""
     from deltachain.integrations.verl import FollowingManager  # noqa: PLC0415 - as verl does
 
@@ -155,14 +158,11 @@ async def follow(path: str, config: CheckpointEngineConfig, address: str) -> lis
     label = ray.remote(Labels).remote()
     replica = SimpleNamespace(server_address=address, server_handle=label)
     manager = FollowingManager(config, actors, [replica])
-    seen = []
     for step in range(1, STEPS + 1):
         actors.step(step)
         await manager.update_weights(global_steps=step)
-        checksums = httpx.post(f"http://{address}/weight_checker", json={"action": "checksum"})
         actors.digests(f"{path}-{step}")
-        seen.append([await label.said.remote(), checksums.json()["checksums"]])
-    return seen
+        tell(await label.said.remote())
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def main() -> None:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         run = follow(str(path), config, address[0]) if address else tensors(str(path), config)
-        sys.stdout.write(json.dumps(asyncio.run(run)))
+        asyncio.run(run)
     finally:
         ray.shutdown()
 
