@@ -136,34 +136,34 @@ class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             yield name, tensor
 
     def _take(self, step: int | None) -> None:
-        until = time.monotonic() + self._deadline_s
-        while True:
+        until, trouble = time.monotonic() + self._deadline_s, None
+        while time.monotonic() < until:
             try:
-                found = self._find(step)
-            except (ObjectNotFoundError, StoreUnavailableError):  # before the first version
-                found = None
-            if found is not None:
-                break
-            if time.monotonic() > until:
-                raise ChainError(
-                    f"{self.config.url} got no version of step {step} after version {self._after} "
-                    f"in {self._deadline_s:g} s",
-                    hint="see the log of the actor's rank 0, which publishes it",
-                )
+                subscriber = self._subscriber = self._subscriber or self._open()
+                if (found := self._find(subscriber.chain, step)) is not None:
+                    subscriber.update(found)
+                    return
+            except (ObjectNotFoundError, StoreUnavailableError) as exc:  # such as before version 0
+                trouble = exc
             time.sleep(POLL_S)
-        self._subscriber.update(found)
+        raise ChainError(
+            f"{self.config.url} got no version of step {step} after version {self._after} in "
+            f"{self._deadline_s:g} s",
+            hint="see the log of the actor's rank 0, which publishes it",
+        ) from trouble
 
-    def _find(self, step: int | None) -> Committed | None:
+    def _open(self) -> Subscriber:
+        url, options = self.config.url, self.config.storage_options
+        with closing(open_store(url, options)) as store:
+            specs = Chain.open(store).table.specs()
+        self._weights = {
+            spec.name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs
+        }
+        return Subscriber(SubscribeConfig(url=url, storage_options=options), self._weights)
+
+    def _find(self, chain: Chain, step: int | None) -> Committed | None:
         """Return the first version of a step after the newest one before it, if it is committed."""
-        if self._subscriber is None:
-            at = {"url": self.config.url, "storage_options": self.config.storage_options}
-            with closing(open_store(self.config.url, self.config.storage_options)) as store:
-                specs = Chain.open(store).table.specs()
-            self._weights = {
-                spec.name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs
-            }
-            self._subscriber = Subscriber(SubscribeConfig(**at), self._weights)
-        version, chain = self._after + 1, self._subscriber.chain
+        version = self._after + 1
         while (found := chain.find(version)) and step not in (None, found.manifest.step):
             version += 1
         return found

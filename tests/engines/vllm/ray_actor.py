@@ -36,7 +36,7 @@ from tests.engines.vllm.server import digest
 STEPS = 20
 
 
-class Replica(LLM):
+class Replica(LLM):  # type: ignore[misc]
     def follow(self, url: str) -> None:
         self.subscriber = deltachain_vllm.subscribe(self, url)
 

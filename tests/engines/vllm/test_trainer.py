@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -73,5 +74,5 @@ def test_a_trainer_needs_weights_and_a_server_that_answers(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="vLLM for CPUs comes without Ray")
 def test_an_actor_of_ray_has_each_of_twenty_steps(tmp_path: Path) -> None:
-    seen = said_by("tests.engines.vllm.ray_actor", str(tmp_path))
+    seen: Any = said_by("tests.engines.vllm.ray_actor", str(tmp_path))
     assert seen == [[str(step), True] for step in range(1, STEPS + 1)]

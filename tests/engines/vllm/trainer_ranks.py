@@ -1,6 +1,6 @@
 """What each rank of a trainer does that drives replicas by vLLM's interface."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Replica:
         assert self._subscriber.held.manifest == update_info["manifest"]
 
 
-class Halves(WeightSource):
+class Halves(WeightSource):  # type: ignore[misc]
     """A source of which each of two ranks holds every other tensor, as experts and stages do."""
 
     def __init__(self, module: nn.Module, rank: int) -> None:
@@ -67,11 +67,14 @@ def follow(rank: int, kind: str, folder: str) -> None:
     if kind != "halves":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     url = (Path(folder) / "chain").as_uri()
-    sources = {"shards": lambda: model, "gathered": lambda: ModuleSource(model)}
-    source: Any = Halves(model, rank) if kind == "halves" else sources[kind]()
+    sources: dict[str, Callable[[], Any]] = {
+        "shards": lambda: model,
+        "gathered": lambda: ModuleSource(model),
+        "halves": lambda: Halves(model, rank),
+    }
     clients = [Replica(url, full(model)) for _ in range(2)]
     engine = WeightTransferTrainerFactory.trainer_init(
-        DeltaChainTrainerInit(url), client=clients, source=source
+        DeltaChainTrainerInit(url), client=clients, source=sources[kind]()
     )
     assert [client.inits for client in clients] == [[{}] * (rank == 0)] * 2
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

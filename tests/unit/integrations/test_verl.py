@@ -13,6 +13,7 @@ from tests.engines.trainer import make_batches, one_thread, pretrain
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 VERL: Final = ROOT / ".venv-verl" / "bin" / "python"
+TRIAL: Final = Path(__file__).with_name("verl_trial.py")
 STEPS: Final = 20
 
 needs_verl = pytest.mark.skipif(not VERL.exists(), reason="verl is missing: make venv-verl")
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.slow, needs_verl]
 def trial(folder: Path, *address: str) -> Iterator[list[Any]]:
     """Train from the checkpoint in a folder; yield what each step brought."""
     url = (folder / "chain").as_uri()
-    command = [VERL, Path(__file__).with_name("verl_trial.py"), folder / "base", url, *address]
+    command = [str(VERL), str(TRIAL), str(folder / "base"), url, *address]
     # What Ray starts imports from there as well: not our tests, in place of verl's.
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     where: Any = {"cwd": folder, "env": variables}
