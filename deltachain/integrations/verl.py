@@ -164,9 +164,13 @@ class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _find(self, chain: Chain, step: int | None) -> Committed | None:
         """Return the first version of a step after the newest one before it, if it is committed."""
         version = self._after + 1
-        while (found := chain.find(version)) and step not in (None, found.manifest.step):
+        while found := chain.find(version):
+            # The first version of an epoch repeats its parent, and the step of that.
+            before = chain.read(version - 1).manifest.epoch if version else found.manifest.epoch
+            if step in (None, found.manifest.step) and found.manifest.epoch == before:
+                return found
             version += 1
-        return found
+        return None
 
 
 class FollowingManager(CheckpointEngineManager):  # type: ignore[misc]

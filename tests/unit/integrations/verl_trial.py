@@ -33,6 +33,8 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 
+from deltachain.errors import ChainError
+
 STEPS = 20
 RATE = 1e-3
 
@@ -140,6 +142,37 @@ async def tensors(path: str, config: CheckpointEngineConfig) -> None:
         tell(metrics["deltachain/version"], actors.digests(), rollouts.received())
 
 
+def engine(url: str, *, deadline_s: float = 60, **settings: Any) -> Any:
+    made = {"url": url, "dtype": "BF16", "deadline_s": deadline_s, **settings}
+    return CheckpointEngineRegistry.new("deltachain", bucket_size=1, **made)
+
+
+async def taken(rollout: Any, step: int) -> dict[str, Tensor]:
+    return {name: one.clone() async for name, one in rollout.receive_weights(global_steps=step)}
+
+
+async def faults(url: str) -> None:
+    """An actor that starts again repeats a step; one that is late ends the wait."""
+    import_external_libs("deltachain.integrations.verl")
+    weights, rollout = {"w": torch.zeros(64)}, engine(url)
+    for _ in range(2):
+        actor = engine(url, is_master=True)
+        topology = type(actor).build_topology(1, 1, [actor.prepare(), rollout.prepare()])
+        for worker, given in zip((actor, rollout), topology, strict=True):
+            worker.init_process_group(**{name: value for name, (value,) in given.items()})
+        weights["w"] += 1
+        received = asyncio.create_task(taken(rollout, 7))  # before there is anything
+        await asyncio.sleep(0.5)
+        await actor.send_weights(iter(weights.items()), global_steps=7)
+        assert torch.equal((await received)["w"], weights["w"].bfloat16())
+    late = engine(url, deadline_s=0.5)
+    late.init_process_group(after=100)
+    try:
+        await taken(late, 8)
+    except ChainError as error:
+        tell(str(error.args[0]))
+
+
 class Labels:
     """What verl's actor of a server has for its manager."""
 
@@ -167,10 +200,13 @@ async def follow(path: str, config: CheckpointEngineConfig, address: str) -> Non
 
 def main() -> None:
     path, url, address = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if address == ["faults"]:
+        asyncio.run(faults(url))
+        return
     config = CheckpointEngineConfig(
         backend="deltachain",
         custom_backend_module="deltachain.integrations.verl",
-        engine_kwargs={"deltachain": {"url": url, "dtype": "BF16", "deadline_s": 60}},
+        engine_kwargs={"deltachain": {"url": url, "dtype": "BF16"}},
     )
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
