@@ -65,7 +65,8 @@ class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
     ) -> None:
         del bucket_size
-        self.config = PublishConfig.at(url, None, **{"when_busy": "wait", **settings})
+        waits = {"when_busy": "wait", "on_error": "warn"}  # each step raises its own error
+        self.config = PublishConfig.at(url, None, **{**waits, **settings})
         self._deadline_s, self._is_master = deadline_s, is_master
         self._publisher: Publisher | None = None
         self._sent: Iterable[tuple[str, Tensor]] = ()

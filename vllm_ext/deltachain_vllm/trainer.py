@@ -68,9 +68,8 @@ class DeltaChainTrainer(base.TrainerWeightTransferEngine[DeltaChainTrainerInit])
         """
         if source is None:
             raise ConfigError("no weights to publish", hint="give source=ModuleSource(model)")
-        config = PublishConfig.at(
-            init_info.url, None, **{"when_busy": "wait", **init_info.settings}
-        )
+        waits = {"when_busy": "wait", "on_error": "warn"}  # each round raises its own error
+        config = PublishConfig.at(init_info.url, None, **{**waits, **init_info.settings})
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         engine._call("init_weight_transfer_engine", {})
         model = source if isinstance(source, nn.Module) else lambda: _held(source)
@@ -83,7 +82,7 @@ class DeltaChainTrainer(base.TrainerWeightTransferEngine[DeltaChainTrainerInit])
         Raises:
             ControlPlaneError: A replica did not move. The version is committed: it, or a later one
                 in the next round, can still be taken.
-            DeltaChainError: Publishing failed; nothing was named.
+            DeltaChainError: Publishing failed, and nothing was named; the next round covers it.
         """
         receipt = self.publisher.publish().result()
         self._call("update_weights", {"version": receipt.version, "manifest": receipt.manifest})

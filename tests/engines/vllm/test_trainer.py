@@ -12,13 +12,16 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.errors import ConfigError, ControlPlaneError, StoreError
+from deltachain.publish import publisher
+from deltachain.store import MemoryStore
 from deltachain_vllm import DeltaChainTrainerInit
 from examples.demo.online.processes import free_port
 from tests.engines.expected import holds
 from tests.engines.serving import HOST, Server, said_by, start
 from tests.engines.trainer import Run
 from tests.ranks.spawn import run
+from tests.support.faults import FaultyStore
 
 pytestmark = pytest.mark.engine
 
@@ -69,6 +72,33 @@ def test_a_trainer_needs_weights_and_a_server_that_answers(tmp_path: Path) -> No
     with pytest.raises(ControlPlaneError, match=rf"{HOST}.*refused"):
         WeightTransferTrainerFactory.trainer_init(init, client=nobody, source=source)
     assert not (tmp_path / "chain" / "chain.json").exists()
+
+
+class Named(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+    """Keeps what it is told, in place of a server."""
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        self.told = [*getattr(self, "told", ()), (path, json)]
+
+
+def test_a_round_that_fails_is_raised_once_and_covered_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, model, client = FaultyStore(MemoryStore()), nn.Linear(2, 2), Named("http://nobody")
+    monkeypatch.setattr(publisher, "open_store", lambda *_, **__: store)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        DeltaChainTrainerInit("memory://policy"), client=client, source=model
+    )
+    nn.init.ones_(model.weight)
+    store.down = True
+    with pytest.raises(StoreError):
+        engine.send_weights()
+    store.down = False
+    engine.send_weights()
+    (init, update) = client.told
+    assert init == ("init_weight_transfer_engine", {"init_info": {}})
+    assert update[1]["update_info"]["version"] == 1
+    engine.shutdown()
 
 
 @pytest.mark.slow
