@@ -13,21 +13,12 @@ from typing import Any, Final
 import ray
 import torch
 from torch import Tensor
-from verl.checkpoint_engine import (
-    CheckpointEngine,
-    CheckpointEngineManager,
-    CheckpointEngineRegistry,
-)
+from verl import checkpoint_engine as base
 from verl.utils.ray_utils import auto_await
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.control.announce import Fleet
-from deltachain.errors import (
-    ChainError,
-    ControlPlaneError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -39,8 +30,8 @@ DEADLINE_S: Final = 300.0
 POLL_S: Final = 0.1
 
 
-@CheckpointEngineRegistry.register(BACKEND)
-class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+@base.CheckpointEngineRegistry.register(BACKEND)
+class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
     """Publishes what verl gathers, tensor by tensor, on rank 0 of the actor.
 
     A rollout worker keeps the weights in host memory, fetches what changed, and yields all tensors
@@ -83,7 +74,7 @@ class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         with closing(open_store(self.config.url, self.config.storage_options)) as store:
             try:
                 head = Chain.open(store).head()
-            except ObjectNotFoundError:
+            except errors.ObjectNotFoundError:
                 head = None
         return {"after": head.version if head else -1}
 
@@ -144,10 +135,13 @@ class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 if (found := self._find(subscriber.chain, step)) is not None:
                     subscriber.update(found)
                     return
-            except (ObjectNotFoundError, StoreUnavailableError) as exc:  # such as before version 0
+            except (
+                errors.ObjectNotFoundError,
+                errors.StoreUnavailableError,
+            ) as exc:  # no version yet
                 trouble = exc
             time.sleep(POLL_S)
-        raise ChainError(
+        raise errors.ChainError(
             f"{self.config.url} got no version of step {step} after version {self._after} in "
             f"{self._deadline_s:g} s",
             hint="see the log of the actor's rank 0, which publishes it",
@@ -174,7 +168,7 @@ class DeltaChainCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return None
 
 
-class FollowingManager(CheckpointEngineManager):  # type: ignore[misc]
+class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
     """Manager for engines that follow the chain: ``rollout.checkpoint_manager_class`` names it.
 
     They generate while a version is published and staged, and nothing is aborted. A step ends once
@@ -199,6 +193,6 @@ class FollowingManager(CheckpointEngineManager):  # type: ignore[misc]
         with Fleet(addresses, token=os.environ.get("DELTACHAIN_TOKEN", "")) as fleet:
             told = fleet.announce(int(metrics["deltachain/version"]), deadline=deadline_s)
         if not told.enough:
-            raise ControlPlaneError(f"{told}: {dict(told.trouble)}")
+            raise errors.ControlPlaneError(f"{told}: {dict(told.trouble)}")
         ray.get([one.server_handle.set_global_steps.remote(step) for one in self.replicas])
         return metrics
