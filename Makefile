@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
-.PHONY: prometheus venv-sky venv-openenv venv-trainers venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-verl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -43,7 +43,7 @@ test-all: test test-rest  ## the tests that need no GPU and no engine
 test-rest: venv
 	$(BIN)/pytest --rest -n 4 --dist worksteal
 
-test-long: venv venv-vllm venv-sglang  ## the tests that take minutes, each example among them
+test-long: venv venv-vllm venv-sglang venv-verl  ## the tests that take minutes, each example among them
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
@@ -115,6 +115,11 @@ venv-trainers: venv  ## build .venv-trainers, with DeepSpeed and megatron-core, 
 	$(BIN)/uv pip install -q -p .venv-trainers -e ".[trl]" pytest setuptools py-cpuinfo psutil ninja mbridge==0.15.1 megatron-core==0.16.1
 	DS_BUILD_OPS=0 $(BIN)/uv pip install -q -p .venv-trainers --no-build-isolation deepspeed==0.19.8
 
+venv-verl: venv  ## build .venv-verl, with verl, which brings Ray: its workers train and take weights
+	test -x .venv-verl/bin/python || $(BIN)/uv venv -q -p $(BIN)/python --seed .venv-verl
+	.venv-verl/bin/pip install -q torch==2.13.0  # by pip, as .venv
+	$(BIN)/uv pip install -q -p .venv-verl -e . verl==0.9.1 torch==2.13.0 fastapi pyzmq uvicorn
+
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm
 
@@ -124,13 +129,13 @@ venv-sglang:  ## the same for SGLang: .venv-sglang
 test-vllm: venv-vllm  ## the tests in a real vLLM
 	.venv-vllm/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
 
-test-vllm-long: venv-vllm  ## those of them that take minutes
+test-vllm-long: venv-vllm venv-verl  ## those of them that take minutes
 	.venv-vllm/bin/pytest tests/engines -m "engine and slow"
 
 test-sglang: venv-sglang  ## the tests in a real SGLang
 	.venv-sglang/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
 
-test-sglang-long: venv-sglang  ## those of them that take minutes
+test-sglang-long: venv-sglang venv-verl  ## those of them that take minutes
 	.venv-sglang/bin/pytest tests/engines -m "engine and slow"
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
@@ -172,7 +177,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-verl .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

@@ -183,9 +183,16 @@ class Leader:
             except errors.DeltaChainError as exc:
                 self._failed(exc, version)
                 raise
-        return self._reach(
+        receipt = self._reach(
             lambda: self._swap_staged(version) or self.subscriber.update(version), version
         )
+        held = self.subscriber.held
+        if manifest and held and held.version == version and held.manifest != manifest:
+            raise errors.ChainError(
+                f"version {version} here has the manifest {held.manifest}, not {manifest}",
+                hint="give trainer and replica the same URL",
+            )
+        return receipt
 
     def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
         staged, self.staged = self.staged, None

@@ -213,3 +213,26 @@ class Trainer:
                 shutil.copytree(before, folder)
             pull(self.url, out=folder, version=version)
         return folder
+
+
+class Run:
+    """A small model that others publish; it saves itself as a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.base = folder, folder / "base"
+        with one_thread():
+            batches = make_batches(0)
+            pretrain("qwen3", self.base, batches, 0)
+            self.model = masters_of(self.base)
+        self._steps = optimizer_steps(self.model, batches, RATE)
+
+    def step(self) -> None:
+        with one_thread(), torch.enable_grad():
+            next(self._steps)
+
+    def saved(self) -> Path:
+        folder = self.folder / "saved"
+        state = {name: tensor.bfloat16() for name, tensor in self.model.state_dict().items()}
+        self.model.save_pretrained(folder, state_dict=state)
+        with_tokenizer(folder)
+        return folder

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .engine import subscribe
     from .extension import WorkerExtension
     from .routes import EndpointPlugin
+    from .trainer import DeltaChainTrainerInit
 
-__all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
+__all__ = ["DeltaChainTrainerInit", "EndpointPlugin", "WorkerExtension", "register", "subscribe"]
 
 BACKEND: Final = "deltachain"
 """Name of the weight-transfer backend."""
@@ -27,6 +28,7 @@ IN_PLACE: Final = "in_place"
 """Pause mode in which caches and running requests are kept."""
 
 _HOMES: Final = {
+    "DeltaChainTrainerInit": "deltachain_vllm.trainer",
     "EndpointPlugin": "deltachain_vllm.routes",
     "WorkerExtension": "deltachain_vllm.extension",
     "subscribe": "deltachain_vllm.engine",

@@ -8,11 +8,13 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 
+from deltachain.control import routes as control_routes
 from deltachain.control import server as control_server
-from deltachain.control.routes import probes, router
+from deltachain.control.schemas import VersionRequest
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
@@ -37,14 +39,14 @@ SCHEDULING: Final = "scheduling"
 Endpoint = Callable[..., Awaitable[Any]]
 
 
-def attach_sleep(app: FastAPI) -> None:
-    """Wrap the routes that put the server to sleep and wake it, if it has them, in their places.
+def attach_own(app: FastAPI) -> None:
+    """Wrap vLLM's routes for sleep, and for weights of a trainer, where the server has them.
 
     vLLM 0.31 and earlier would find its own first.
     """
     for at, route in enumerate([*app.routes]):
-        if isinstance(route, APIRoute) and route.path in SLEEP:
-            endpoint = SLEEP[route.path](route.endpoint)
+        if isinstance(route, APIRoute) and route.path in WRAPPED:
+            endpoint = WRAPPED[route.path](route.endpoint)
             app.add_api_route(route.path, endpoint, methods=sorted(route.methods or ()))
             app.router.routes[at] = app.router.routes.pop()
 
@@ -88,6 +90,22 @@ def _waking(original: Endpoint) -> Endpoint:
     return wake
 
 
+def _updating(original: Endpoint) -> Endpoint:
+    """Update to a version that a trainer names; see :mod:`deltachain_vllm.trainer`."""
+
+    @wraps(original)
+    async def update_weights(raw_request: Request, **asked: Any) -> Any:
+        try:
+            named = msgspec.convert(asked["update_info"], VersionRequest)
+        except msgspec.ValidationError:  # of another backend, which refuses it itself
+            return await original(raw_request, **asked)
+        return await control_routes.update(
+            control_server.control_of(raw_request), named, raw_request
+        )
+
+    return update_weights
+
+
 def _sleep(leader: Leader, kinds: frozenset[str]) -> None:
     control_server.fall_asleep(leader, kinds)
     if WEIGHTS in kinds:
@@ -106,12 +124,13 @@ def _wake(leader: Leader, kinds: frozenset[str]) -> None:
 
 PREFIX: Final = "/v1/deltachain"
 
-SLEEP: Final[Mapping[str, Callable[[Endpoint], Endpoint]]] = {
+WRAPPED: Final[Mapping[str, Callable[[Endpoint], Endpoint]]] = {
     "/sleep": _sleeping,
     "/release_kv_cache_memory": _sleeping,
     "/wake_up": _waking,
+    "/update_weights": _updating,
 }
-"""Paths of vLLM's routes for sleep, and what they are wrapped in."""
+"""Paths of vLLM's routes for sleep and for weights of a trainer, and what they are wrapped in."""
 
 
 class EndpointPlugin:
@@ -123,9 +142,9 @@ class EndpointPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; called once, after the server's own routes are in its ``app``."""
         self._app = app
-        app.include_router(router, prefix=PREFIX)
-        app.include_router(probes)
-        attach_sleep(app)
+        app.include_router(control_routes.router, prefix=PREFIX)
+        app.include_router(control_routes.probes)
+        attach_own(app)
         control_server.leave_at_end(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -135,8 +154,10 @@ class EndpointPlugin:
         if number > 0 and "DELTACHAIN_URL" in os.environ:
             from .front_ends import pass_on
 
-            ours = (route.path for route in probes.routes if isinstance(route, APIRoute))
-            await pass_on(self._app, [f"{PREFIX}/{{rest:path}}", *ours, *SLEEP])
+            ours = (
+                route.path for route in control_routes.probes.routes if isinstance(route, APIRoute)
+            )
+            await pass_on(self._app, [f"{PREFIX}/{{rest:path}}", *ours, *WRAPPED])
             return
         loop = asyncio.get_running_loop()
         keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()

@@ -23,6 +23,7 @@ from deltachain.control.server import Control
 from deltachain.errors import ConfigError
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import PREFIX, compat, loading, ranks
+from deltachain_sglang.table import MOVING
 from tests.engines.serving import run_program
 from tests.engines.trainer import train
 

@@ -97,8 +97,7 @@ class VllmServer(Server):
         return alike((name.partition(":pcp0:")[2], digest) for name, digest in found)
 
     def digest(self, tensor: Tensor) -> str:
-        flat = tensor.contiguous().view(torch.uint8)
-        return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        return digest(tensor)
 
     def named(self) -> str:
         return str(self.client.get("/weight_info").json()["weight_version"])
@@ -123,3 +122,8 @@ class VllmServer(Server):
 
     def flush(self) -> None:
         assert self.client.post("/reset_prefix_cache").status_code == 200
+
+
+def digest(tensor: Tensor) -> str:
+    flat = tensor.contiguous().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

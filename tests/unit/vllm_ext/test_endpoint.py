@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi import Body, FastAPI, HTTPException, Query, Request
 from fastapi.testclient import TestClient
 from torch import nn
 
@@ -19,7 +19,7 @@ from deltachain.control.server import Control
 from deltachain.errors import ConfigError, EngineVersionError, TensorMismatchError
 from deltachain.replica.leader import Leader
 from deltachain_vllm.compat import call_workers, check_experts, check_layout, rank_of
-from deltachain_vllm.routes import EndpointPlugin, attach_sleep
+from deltachain_vllm.routes import EndpointPlugin, attach_own
 from deltachain_vllm.scales import CREATE, OPS, owned, uncaptured
 from deltachain_vllm.start_check import check_front, check_listed, check_start, is_server
 from tests.unit.control.replicas import followed, leader_of
@@ -251,8 +251,15 @@ def server(leader: Leader, request: pytest.FixtureRequest) -> TestClient:
     async def wake_up(raw_request: Request) -> list[str]:
         return raw_request.query_params.getlist("tags")
 
+    @app.post("/update_weights")
+    async def update_weights(
+        raw_request: Request, update_info: Annotated[dict[str, Any], Body(embed=True)]
+    ) -> list[str]:
+        del raw_request
+        return [*update_info]
+
     paths = [getattr(route, "path", "") for route in app.routes]
-    attach_sleep(app)
+    attach_own(app)
     assert [getattr(route, "path", "") for route in app.routes] == paths
     app.state.deltachain = Control(leader, "", token="", is_open=True)
     leader.update()
@@ -291,6 +298,25 @@ def test_a_server_that_only_stops_generating_is_not_ready_either(
     assert not leader.status().ready
     server.post("/wake_up")
     assert leader.status().ready
+
+
+def test_a_trainer_names_a_version_of_the_same_history(
+    server: TestClient, leader: Leader, here: Followed
+) -> None:
+    def named(version: int, manifest: str) -> Any:
+        info = {"version": version, "manifest": manifest}
+        return server.post("/update_weights", json={"update_info": info})
+
+    here.publish(3)
+    digest = leader.subscriber.chain.read(3).digest
+    assert named(3, digest).json()["version"] == 3
+    assert here.holds(3)
+    here.publish(4)
+    answer = named(4, digest)  # as a trainer of another chain does
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "ChainError")
+    assert digest in answer.json()["error"]["message"]
+    others = {"update_info": {"names": ["a"], "ticket": 1}}
+    assert server.post("/update_weights", json=others).json() == ["names", "ticket"]
 
 
 def test_a_sleep_that_fails_leaves_it_ready(server: TestClient, leader: Leader) -> None:
