@@ -1,0 +1,30 @@
+"""Plain checkpoints, one a version, as ``Trainer`` of transformers saves them: ``checkpoint-7/``."""
+
+import re
+from collections.abc import Sequence
+
+from deltachain.bridges.dialect import Change, Dialect, Model, Objects
+from deltachain.bridges.files import checkpoint, is_checkpoint_marker, read_checkpoint
+from deltachain.store import Store
+
+
+class CheckpointDialect(Dialect):
+    def number(self, key: str) -> int | None:
+        folder, _, file = key.rpartition("/")
+        found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)
+        return int(found[1]) if found and is_checkpoint_marker(file) else None
+
+    def full(self, number: int, model: Model) -> Objects:
+        return checkpoint(f"checkpoint-{number}", model)
+
+    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+        del changes
+        return self.full(number, model)
+
+    def is_full(self, store: Store, key: str) -> bool:
+        del store, key
+        return True
+
+    def read(self, store: Store, key: str, before: Model | None) -> Model:
+        del before
+        return read_checkpoint(store, key)
