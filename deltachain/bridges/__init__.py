@@ -1,4 +1,4 @@
-"""Bridges: versions of a chain as files of other systems, and their files as versions of a chain."""
+"""Bridges: a chain as files of other systems, and their files as a chain."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Plain checkpoints, one a version, as ``Trainer`` of transformers saves them: ``checkpoint-7/``."""
+"""Plain checkpoints, one a version, as the ``Trainer`` of transformers saves them."""
 
 import re
 from collections.abc import Sequence
