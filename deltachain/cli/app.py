@@ -250,5 +250,4 @@ def local(command: Callable[..., None]) -> Callable[..., None]:
 
 for panel, commands in PANELS.items():
     for command in commands:
-        name = command.__name__.rstrip("_")
-        app.command(name, cls=Command, rich_help_panel=panel)(local(command))
+        app.command(cls=Command, rich_help_panel=panel)(local(command))

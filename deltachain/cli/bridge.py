@@ -127,3 +127,6 @@ def import_(  # noqa: PLR0913 - one argument an option
                 size = f"{c.count(receipt.nnz)} changed  {c.nbytes(receipt.nbytes)}"
                 c.done(f"version {receipt.version}  number {receipt.step}  {size}")
     end(by)
+
+
+import_.__name__ = "import"  # the command; to Python it is a keyword
