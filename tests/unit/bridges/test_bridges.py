@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -115,7 +115,7 @@ def receive(dialect: str, out: Path, key: str, weights: Bytes) -> Bytes:
         for row in document["tensors"]:
             frame = arrays(folder / row["payload_file"])[row["payload_key"]]
             xor(weights, row["name"], frame)
-            assert xxhash.xxh3_128_hexdigest(weights[row["name"]]) == row["checksum"]
+            assert xxhash.xxh3_128_hexdigest(weights[row["name"]].data) == row["checksum"]
         return weights
     files = sorted(set(document["weight_map"].values()))
     if "delta_encoding" not in document["metadata"]:
@@ -125,7 +125,7 @@ def receive(dialect: str, out: Path, key: str, weights: Bytes) -> Bytes:
         said = metadata(folder / shard)
         for name, frame in arrays(folder / shard).items():
             xor(weights, name, frame)
-            new = weights[name]
+            new = weights[name].data
             assert said[name] == (
                 f"{zlib.adler32(new):08x}" if adler else xxhash.xxh3_128_hexdigest(new)
             )
@@ -345,7 +345,7 @@ def frame(data: bytes = BOMB) -> bytes:
 
 def patch(indices: list[int], encoding: str = "gap_delta", kind: type = np.uint16) -> bytes:
     values = np.zeros(2 * len(indices), np.uint8)
-    rows = {"w.idx": np.array(indices, kind)}
+    rows: dict[str, npt.NDArray[Any]] = {"w.idx": np.array(indices, kind)}
     data = save(rows, metadata=SAID | {"encoding": encoding})
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     end = header["w.idx"]["data_offsets"][1]
