@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from deltachain.bridges import files
 from deltachain.bridges.dialect import Change, Dialect, Model, Objects
-from deltachain.bridges.files import checkpoint, is_checkpoint_marker, read_checkpoint
 from deltachain.store import Store
 
 
@@ -12,10 +12,10 @@ class CheckpointDialect(Dialect):
     def number(self, key: str) -> int | None:
         folder, _, file = key.rpartition("/")
         found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)
-        return int(found[1]) if found and is_checkpoint_marker(file) else None
+        return int(found[1]) if found and files.is_checkpoint_marker(file) else None
 
     def full(self, number: int, model: Model) -> Objects:
-        return checkpoint(f"checkpoint-{number}", model)
+        return files.checkpoint(f"checkpoint-{number}", model)
 
     def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
         del changes
@@ -27,4 +27,4 @@ class CheckpointDialect(Dialect):
 
     def read(self, store: Store, key: str, before: Model | None) -> Model:
         del before
-        return read_checkpoint(store, key)
+        return files.read_checkpoint(store, key)

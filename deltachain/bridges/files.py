@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,8 @@ from deltachain.format.documents import check_values, decode
 from deltachain.store import Store
 from deltachain.store.base import is_segment, not_found
 from deltachain.types import BITS_DTYPES, WIRE_DTYPES, Bits, TensorSpec
+
+_T = TypeVar("_T")
 
 SHARD_NBYTES: Final = 1 << 30
 """Bytes of tensors of one file, which is held in memory as it is written."""
@@ -91,17 +93,24 @@ class Index(msgspec.Struct, frozen=True):
             yield file, list(names)
 
 
-def read_index(store: Store, key: str) -> Index:
+def read_json(store: Store, key: str, kind: type[_T]) -> _T:
     data = store.get(key)
     check_values(data, key)
     try:
-        index = decode(data, Index)
+        return decode(data, kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
-    for file in set(index.weight_map.values()):
-        if not is_segment(file) or not file.endswith(".safetensors"):
-            raise MalformedError(f"{key}: {file!r} is no file beside it", key=key)
-    return index
+
+
+def beside(key: str, file: str) -> str:
+    """Return the key of a file in the folder of another one, which names it."""
+    if not is_segment(file) or not file.endswith(".safetensors"):
+        raise MalformedError(f"{key}: {file!r} is no file beside it", key=key)
+    return f"{key.rpartition('/')[0]}/{file}"
+
+
+def read_index(store: Store, key: str) -> Index:
+    return read_json(store, key, Index)
 
 
 def shards(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
@@ -135,12 +144,11 @@ def checkpoint(folder: str, model: Model) -> Objects:
 
 def read_checkpoint(store: Store, key: str) -> Model:
     """Read a checkpoint by its index or, without one, its only file."""
-    folder = key.rpartition("/")[0]
     if not key.endswith(INDEX_FILE):
         return read_tensors(TensorFile.open(store, key))
     specs, bits = dict[str, TensorSpec](), dict[str, Bits]()
     for file, names in read_index(store, key).files():
-        opened = TensorFile.open(store, f"{folder}/{file}")
+        opened = TensorFile.open(store, beside(key, file))
         part = read_tensors(opened, names)
         specs |= part.specs
         bits |= part.bits

@@ -11,41 +11,21 @@ from typing import Final
 
 import msgspec
 
+from deltachain.bridges import files
 from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
-from deltachain.bridges.files import (
-    Array,
-    TensorFile,
-    checkpoint,
-    is_checkpoint_marker,
-    packed,
-    read_checkpoint,
-)
 from deltachain.bridges.frames import checksum, new_bits, xor_frames
 from deltachain.errors import MalformedError
-from deltachain.format.documents import check_values, decode
 from deltachain.store import Store
-from deltachain.store.base import is_segment
 
 _MANIFEST: Final = "manifest.json"
 _ALGORITHM: Final = "xxh3-128"
-_DTYPES: Final = {  # torch's names, as their records have them
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+
+
+def _named(dtype: str) -> str:
+    """Return torch's name of a dtype, as their records have it."""
+    from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415 - slow
+
+    return str(TORCH_DTYPES[dtype]).removeprefix("torch.")
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -74,14 +54,14 @@ class SkyRLDialect(Dialect):
 
     def number(self, key: str) -> int | None:
         folder, _, file = key.rpartition("/")
-        if folder == "base" and is_checkpoint_marker(file):
+        if folder == "base" and files.is_checkpoint_marker(file):
             return 0
         found = re.fullmatch(rf"delta-(\d{{8,12}})/{_MANIFEST}", key)
         return int(found[1]) if found else None
 
     def full(self, number: int, model: Model) -> Objects:
         del number
-        return checkpoint("base", model)
+        return files.checkpoint("base", model)
 
     def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
         folder, file = f"delta-{number:08d}", "delta-rank00000-file000000.safetensors"
@@ -89,7 +69,7 @@ class SkyRLDialect(Dialect):
         records = tuple(
             _Record(
                 name=spec.name,
-                dtype=_DTYPES[spec.dtype],
+                dtype=_named(spec.dtype),
                 shape=spec.shape,
                 uncompressed_num_bytes=spec.nbytes,
                 compressed_num_bytes=frame.nbytes,
@@ -100,8 +80,8 @@ class SkyRLDialect(Dialect):
             for spec, frame in frames
         )
         if frames:
-            arrays = (Array(spec.name, "U8", frame) for spec, frame in frames)
-            yield f"{folder}/{file}", packed(arrays, {})
+            arrays = (files.Array(spec.name, "U8", frame) for spec, frame in frames)
+            yield f"{folder}/{file}", files.packed(arrays, {})
         manifest = _Manifest(
             version=number,
             base_version=number - 1,
@@ -118,28 +98,28 @@ class SkyRLDialect(Dialect):
 
     def read(self, store: Store, key: str, before: Model | None) -> Model:
         if self.is_full(store, key):
-            return read_checkpoint(store, key)
+            return files.read_checkpoint(store, key)
         old, number = required(before, key), self.number(key) or 0
-        manifest = _read_manifest(store, key)
+        manifest = files.read_json(store, key, _Manifest)
         if (manifest.version, manifest.base_version) != (number, number - 1):
             raise MalformedError(
                 f"{key}: version {manifest.version} on {manifest.base_version}, expected {number} "
                 f"on {number - 1}",
                 key=key,
             )
-        files, bits = dict[str, TensorFile](), {}
+        opened, bits = dict[str, files.TensorFile](), {}
         for one in manifest.tensors:
             spec = old.spec(one.name, key)
-            if (_DTYPES[spec.dtype], spec.shape) != (one.dtype, one.shape):
+            if (_named(spec.dtype), spec.shape) != (one.dtype, one.shape):
                 raise MalformedError(
                     f"{key}: {one.name!r} is {one.dtype}{list(one.shape)}, expected "
-                    f"{_DTYPES[spec.dtype]}{list(spec.shape)}",
+                    f"{_named(spec.dtype)}{list(spec.shape)}",
                     key=key,
                 )
-            if one.payload_file not in files:
-                place = f"{key.rpartition('/')[0]}/{one.payload_file}"
-                files[one.payload_file] = TensorFile.open(store, place)
-            file = files[one.payload_file]
+            place = files.beside(key, one.payload_file)
+            if place not in opened:
+                opened[place] = files.TensorFile.open(store, place)
+            file = opened[place]
             bits[one.name] = new_bits(
                 file.read(file.entry(one.payload_key, "U8")),
                 old.bits[one.name],
@@ -149,16 +129,3 @@ class SkyRLDialect(Dialect):
                 key=f"{file.key}, {one.name}",
             )
         return old.changed(bits)
-
-
-def _read_manifest(store: Store, key: str) -> _Manifest:
-    data = store.get(key)
-    check_values(data, key)
-    try:
-        manifest = decode(data, _Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
-    for one in manifest.tensors:
-        if not is_segment(one.payload_file):
-            raise MalformedError(f"{key}: {one.payload_file!r} is no file beside it", key=key)
-    return manifest

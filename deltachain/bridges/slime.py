@@ -11,17 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from deltachain.bridges import files
 from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
-from deltachain.bridges.files import (
-    SHARD_NBYTES,
-    Array,
-    TensorFile,
-    checkpoint,
-    is_checkpoint_marker,
-    packed,
-    read_checkpoint,
-    read_index,
-)
 from deltachain.bridges.frames import checksum, new_bits, xor_frames
 from deltachain.checkpoint import INDEX_FILE
 from deltachain.errors import MalformedError
@@ -40,28 +31,28 @@ class IndexedDialect(Dialect):
         folder, _, file = key.rpartition("/")
         found = re.search(r"\d{1,12}", folder)
         named = found is not None and folder == self.folder.format(int(found[0]))
-        return int(found[0]) if found and named and is_checkpoint_marker(file) else None
+        return int(found[0]) if found and named and files.is_checkpoint_marker(file) else None
 
     def full(self, number: int, model: Model) -> Objects:
-        return checkpoint(self.folder.format(number), model)
+        return files.checkpoint(self.folder.format(number), model)
 
     def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
-        files: list[list[tuple[Array, str]]] = []
-        size = SHARD_NBYTES
+        made: list[list[tuple[files.Array, str]]] = []
+        size = files.SHARD_NBYTES
         for change, frame in xor_frames(changes):
-            if size + frame.nbytes > SHARD_NBYTES:
-                files.append([])
+            if size + frame.nbytes > files.SHARD_NBYTES:
+                made.append([])
                 size = 0
             name = change.spec.name
             proof = checksum(self.algorithm, model.bits[name])
-            files[-1].append((Array(name, "U8", frame), proof))
+            made[-1].append((files.Array(name, "U8", frame), proof))
             size += frame.nbytes
         folder, places = self.folder.format(number), dict[str, str]()
-        for at, rows in enumerate(files):
-            file = f"model-{at:05d}-of-{len(files):05d}.safetensors"
+        for at, rows in enumerate(made):
+            file = f"model-{at:05d}-of-{len(made):05d}.safetensors"
             places |= {array.name: file for array, _ in rows}
             proofs = {array.name: proof for array, proof in rows}
-            yield f"{folder}/{file}", packed((array for array, _ in rows), proofs)
+            yield f"{folder}/{file}", files.packed((array for array, _ in rows), proofs)
         yield f"{folder}/{INDEX_FILE}", self.index(number, places)
 
     def index(self, number: int, places: dict[str, str]) -> bytes:
@@ -76,14 +67,14 @@ class IndexedDialect(Dialect):
 
     def is_full(self, store: Store, key: str) -> bool:
         return not key.endswith(INDEX_FILE) or (
-            "delta_encoding" not in read_index(store, key).metadata
+            "delta_encoding" not in files.read_index(store, key).metadata
         )
 
     def read(self, store: Store, key: str, before: Model | None) -> Model:
         number = self.number(key) or 0
         if self.is_full(store, key):
-            return read_checkpoint(store, key)
-        index, old = read_index(store, key), required(before, key)
+            return files.read_checkpoint(store, key)
+        index, old = files.read_index(store, key), required(before, key)
         said = index.metadata
         versions = {"version": number, "base_version": number - 1}
         expected = {name: self.version.format(one) for name, one in versions.items()}
@@ -92,7 +83,7 @@ class IndexedDialect(Dialect):
             raise MalformedError(f"{key}: expected {expected} of zstd, found {said}", key=key)
         bits = {}
         for file, names in index.files():
-            opened = TensorFile.open(store, f"{key.rpartition('/')[0]}/{file}")
+            opened = files.TensorFile.open(store, files.beside(key, file))
             for name in names:
                 spec = old.spec(name, key)
                 bits[spec.name] = new_bits(

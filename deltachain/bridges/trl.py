@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.bridges import files
 from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
-from deltachain.bridges.files import Array, TensorFile, packed, read_tensors
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import MalformedError, UnsupportedFormatError, UnsupportedModelError
 from deltachain.store import Store
@@ -52,12 +52,14 @@ class TRLDialect(Dialect):
                     f"tensors of less than {_MOST} elements",
                     hint="publish the chain with dtype='BF16', or choose another dialect",
                 )
-        arrays = (Array(s.name, s.dtype, model.bits[s.name], s.shape) for s in model.specs.values())
+        arrays = (
+            files.Array(s.name, s.dtype, model.bits[s.name], s.shape) for s in model.specs.values()
+        )
         total = sum(spec.numel for spec in model.specs.values())
         metadata = self._metadata(number, len(model.specs), total, total, sparse=False)
         if self.absolute:
             metadata["changed_params"] = json.dumps(list(model.specs))
-        yield f"anchors/step_{number:06d}.safetensors", packed(arrays, metadata)
+        yield f"anchors/step_{number:06d}.safetensors", files.packed(arrays, metadata)
 
     def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
         del model
@@ -69,20 +71,20 @@ class TRLDialect(Dialect):
         for change in changes:
             name = change.spec.name
             if self.absolute:
-                arrays.append(Array(f"{name}.indices", "I32", change.indices.astype("<i4")))
-                arrays.append(Array(f"{name}.values", "BF16", change.new))
+                arrays.append(files.Array(f"{name}.indices", "I32", change.indices.astype("<i4")))
+                arrays.append(files.Array(f"{name}.values", "BF16", change.new))
                 continue
             gaps = gaps_of(change.indices)
             dtype = "U32" if np.any(gaps > 0xFFFF) else "U16"
             stored = gaps.astype(f"<u{WIRE_DTYPES[dtype]}")
-            arrays.append(Array(f"{name}.idx", dtype, stored))
-            arrays.append(Array(f"{name}.val", "BF16", change.new))
+            arrays.append(files.Array(f"{name}.idx", dtype, stored))
+            arrays.append(files.Array(f"{name}.val", "BF16", change.new))
         nnz = sum(change.indices.size for change in changes)
         total = sum(change.spec.numel for change in changes)
         metadata = self._metadata(number, len(changes), nnz, total, sparse=True)
         if self.absolute:
             metadata["changed_params"] = json.dumps([change.spec.name for change in changes])
-        return packed(arrays, metadata)
+        return files.packed(arrays, metadata)
 
     def _metadata(
         self, number: int, tensors: int, nnz: int, numel: int, *, sparse: bool
@@ -102,14 +104,14 @@ class TRLDialect(Dialect):
         return key.startswith("anchors/")
 
     def read(self, store: Store, key: str, before: Model | None) -> Model:
-        file = TensorFile.open(store, key)
+        file = files.TensorFile.open(store, key)
         said, full = file.header.metadata, self.is_full(store, key)
         expected = _FORMAT | {"sparse": str(not full), "model_version": str(self.number(key))}
         found = {name: said.get(name) for name in expected}
         if found != expected:
             raise MalformedError(f"{key}: expected {expected}, found {found}", key=key)
         if full:
-            return read_tensors(file)
+            return files.read_tensors(file)
         old, bits = required(before, key), {}
         position, value = (".idx", ".val") if "encoding" in said else (".indices", ".values")
         names = [name.removesuffix(value) for name in file.header.entries if name.endswith(value)]

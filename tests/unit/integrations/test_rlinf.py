@@ -153,8 +153,8 @@ def test_what_is_published_and_where_it_fits_are_checked_by_name(
 
     async def run() -> None:
         channel, policy = Channel(), Policy(0)
-        with pytest.raises(errors.ConfigError, match="no 'fro'"):
-            await syncer_class(url, prefixes=["fro"]).init_sender(policy.state_dict(), [])
+        with pytest.raises(errors.ConfigError, match="no 'emb'"):
+            await syncer_class(url, prefixes=["emb"]).init_sender(policy.state_dict(), [])
         with pytest.raises(errors.ConfigError, match="no sender yet"):
             await syncer_class(url).sync(policy.state_dict(), channel.send, 1)
         syncer = syncer_class(url, prefixes=["value_head"])
