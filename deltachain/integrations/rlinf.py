@@ -61,7 +61,7 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
         names, self._state = sorted(chosen), state_dict
         publisher = Publisher(self.config)
         self._publisher = publisher.attach(lambda: ((name, self._state[name]) for name in names))
-        self._sender_initialized = True
+        await super().init_sender(state_dict, names, None)
 
     async def sync(self, state_dict: dict[str, Tensor], send: Any, version: int | Tensor) -> None:  # noqa: ANN401 - RLinf's
         """Publish the changes since the last sync, then send where they are."""
@@ -80,7 +80,7 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
                 self._update(state_dict)
             except ObjectNotFoundError:
                 self._subscriber = None
-        self._receiver_initialized = True
+        await super().init_receiver(state_dict, None)
 
     async def apply(self, model: nn.Module, recv: Any) -> int:  # noqa: ANN401 - RLinf's
         """Write the version of the next message into a model; return RLinf's version of it.

@@ -20,8 +20,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 class Base:  # of rlinf 0.3.0
-    def __init__(self) -> None:
-        self._sender_initialized = self._receiver_initialized = False
+    async def init_sender(self, state_dict: Any, param_names_need_sync: Any, send: Any) -> None:
+        """Note that this is a sender."""
+
+    async def init_receiver(self, state_dict: Any, recv: Any) -> None:
+        """Note that this is a receiver."""
 
 
 @pytest.fixture
