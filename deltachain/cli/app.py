@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 import deltachain
 from deltachain import environment
 from deltachain.cli.agent import agent
+from deltachain.cli.bridge import export, import_
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.doctor import doctor
 from deltachain.cli.estimate import estimate
@@ -49,6 +50,7 @@ EXTRAS: Final = {
     "gcsfs": "gcs",
     "adlfs": "azure",
     "cryptography": "signing",
+    "xxhash": "bridges",
     "fastapi": "server",
     "starlette": "server",
     "uvicorn": "server",
@@ -218,7 +220,7 @@ def options(
 
 PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Look": (log, inspect, verify, stats, tag, doctor, estimate),
-    "Publish and follow": (push, pull, follow, revert),
+    "Publish and follow": (push, pull, follow, revert, export, import_),
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent),

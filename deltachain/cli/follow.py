@@ -64,7 +64,7 @@ def follow(  # noqa: PLR0913 - one argument an option
                 looked(trouble)
 
             receipts = (
-                _catch_up(subscriber, stop, every_version=every_version)
+                catch_up(subscriber, stop, every_version=every_version)
                 if once
                 else subscriber.follow(stop=stop, every_version=every_version, looked=after_look)
             )
@@ -78,7 +78,7 @@ def follow(  # noqa: PLR0913 - one argument an option
     end(by)
 
 
-def _catch_up(
+def catch_up(
     subscriber: "Subscriber", stop: Event, *, every_version: bool
 ) -> "Iterator[ApplyReceipt]":
     """Update to the current head; raise errors instead of retrying."""

@@ -54,6 +54,12 @@ Base: TypeAlias = Annotated[
         "never opened.",
     ),
 ]
+TakeOver: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--take-over", help="Publish although another publisher is at work, and end that one."
+    ),
+]
 TrustRemoteCode: TypeAlias = Annotated[
     bool,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Encode, TrustRemoteCode, Url
+from deltachain.cli.options import AsJson, Encode, TakeOver, TrustRemoteCode, Url
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,13 +61,7 @@ def push(  # noqa: PLR0913 - one argument an option
             help="Publish other weights on top of a reverted head.",
         ),
     ] = False,
-    take_over: Annotated[
-        bool,
-        typer.Option(
-            "--take-over",
-            help="Publish although another publisher is at work, and end that one.",
-        ),
-    ] = False,
+    take_over: TakeOver = False,
     as_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint as the newest version of a chain.

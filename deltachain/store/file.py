@@ -235,6 +235,11 @@ class FileStore(base.SimpleStore):
         self._sweeping = Lock()
 
     @property
+    def root(self) -> Path:
+        """Folder of the objects."""
+        return self._root
+
+    @property
     def url(self) -> str:
         """URL of the store: ``file://`` and the absolute path of the root."""
         return self._root.as_uri()

@@ -18,16 +18,13 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.bridges.dialect import Change
 from deltachain.errors import ConfigError
-from deltachain.types import Bits, Indices, TensorSpec
+from deltachain.types import Bits, TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class TensorChange:
-    spec: TensorSpec
-    indices: Indices
-    old: Bits
-    new: Bits
+class TensorChange(Change):
+    __slots__ = ()
 
     @property
     def numel(self) -> int:

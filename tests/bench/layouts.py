@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -12,34 +12,13 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from deltachain.types import BITS_DTYPES, WIRE_DTYPES, Bits, TensorSpec
-from tests.bench.chains import ChangedTensors, TensorChange, count
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    name: str
-    dtype: str
-    values: npt.NDArray[Any]
-
-
-def dump(arrays: Iterable[StoredArray], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the file: length, header padded to 8 bytes, data; widest dtypes first."""
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    order = sorted(arrays, key=lambda a: (-WIRE_DTYPES[a.dtype], a.dtype, a.name))
-    end = 0
-    for array in order:
-        start, end = end, end + array.values.nbytes
-        numel = array.values.nbytes // WIRE_DTYPES[array.dtype]
-        header[array.name] = {
-            "dtype": array.dtype,
-            "shape": [numel],
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data = (np.ascontiguousarray(array.values).data.cast("B") for array in order)
-    return b"".join([len(text).to_bytes(8, "little"), text, *data])
+from deltachain.bridges.files import Array, packed
+from deltachain.bridges.frames import Bytes, deflated, xor_frames
+from deltachain.bridges.modelexpress import MODELEXPRESS
+from deltachain.bridges.slime import SLIME, IndexedDialect
+from deltachain.bridges.trl import TRLDialect, gaps_of, indices_of
+from deltachain.types import BITS_DTYPES, Bits, TensorSpec
+from tests.bench.chains import ChangedTensors, TensorChange
 
 
 def load(file: bytes) -> dict[str, memoryview]:
@@ -106,14 +85,6 @@ def specs_of(changes: ChangedTensors) -> dict[str, TensorSpec]:
 
 def changed(changes: ChangedTensors) -> dict[str, TensorChange]:
     return {name: change for name, change in changes.items() if change.nnz}
-
-
-def gaps_of(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.diff(indices, prepend=-1) - 1
-
-
-def indices_of(gaps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    return np.cumsum(gaps, dtype=np.int64) + np.arange(gaps.size)
 
 
 def _before_and_after(change: TensorChange) -> tuple[Bits, Bits]:
@@ -368,17 +339,8 @@ SLIME_DELTAS_ZSTD: Final = PeerLayout(
 
 
 def encode_indices(changes: ChangedTensors) -> Objects:
-    """TRL's first draft: ``{name}.indices`` int32 and ``{name}.values`` bf16, not compressed.
-
-    48 bits a change and a safetensors header. Source: TRL PR 5417, branch delta-weight-sync
-    d6504b7, the whole file including its metadata.
-    """
-    arrays = []
-    for name, change in changes.items():
-        arrays.append(StoredArray(f"{name}.indices", "I32", change.indices.astype("<i4")))
-        arrays.append(StoredArray(f"{name}.values", "BF16", change.new))
-    extra = {"changed_params": json.dumps(list(changes))}
-    return (dump(arrays, _metadata(changes) | extra),)
+    """TRL's first draft, 48 bits a change and a safetensors header."""
+    return (TRLDialect(absolute=True).file(2, list(changes.values())),)
 
 
 def decode_indices(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
@@ -390,19 +352,8 @@ def decode_indices(objects: Objects, specs: Specs) -> Iterator[tuple[str, Decode
 
 
 def encode_gaps(changes: ChangedTensors) -> Objects:
-    """TRL's later drafts: gaps as uint16, or uint32 where one does not fit, and bf16 values.
-
-    32 bits a change and a safetensors header. Source: TRL PRs 5932 and 5937 (encoding
-    ``gap_delta``), branches delta-weight-sync-v2 3253247 and -v3 aa9adc3, the whole file.
-    """
-    arrays = []
-    for name, change in changes.items():
-        gaps = gaps_of(change.indices)
-        wide = bool(np.any(gaps > 0xFFFF))
-        stored = gaps.astype("<u4" if wide else "<u2")
-        arrays.append(StoredArray(f"{name}.idx", "U32" if wide else "U16", stored))
-        arrays.append(StoredArray(f"{name}.val", "BF16", change.new))
-    return (dump(arrays, _metadata(changes) | {"encoding": "gap_delta"}),)
+    """TRL's later drafts, 32 bits a change and a safetensors header."""
+    return (TRLDialect().file(2, list(changes.values())),)
 
 
 def decode_gaps(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
@@ -412,21 +363,6 @@ def decode_gaps(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWr
         wide = len(arrays[f"{name}.idx"]) > values.nbytes
         gaps: npt.NDArray[Any] = np.frombuffer(arrays[f"{name}.idx"], "<u4" if wide else "<u2")
         yield name, DecodedWrite(indices_of(gaps), values, xor=False)
-
-
-def _metadata(changes: ChangedTensors) -> dict[str, str]:
-    nnz = count(changes)
-    numel = sum(change.numel for change in changes.values())
-    return {
-        "format": "sparse_weight_patch",
-        "version": "1",
-        "sparse": "True",
-        "model_version": "2",
-        "num_changed_params": str(len(changes)),
-        "total_changed_elements": str(nnz),
-        "total_elements": str(numel),
-        "sparsity": repr(1 - nnz / numel),
-    }
 
 
 TRL_V1: Final = PeerLayout(
@@ -441,22 +377,18 @@ FILE: Final = "model-00001-of-00001.safetensors"
 
 
 def encode_slime_xor(changes: ChangedTensors) -> Objects:
-    """Default of slime: old XOR new of every byte of a changed tensor.
-
-    A safetensors file of uint8 tensors with a digest of 32 hexadecimal digits a tensor (zeros
-    here), and the index file. Source: slime 624b824a8 (``update_weight_from_disk_delta.py``; miles
-    31f1ca961 writes the same).
-    """
-    return _with_index(_frames(changes, _xor_bytes), "xor")
+    """Default of slime, with zeros as digests."""
+    return _indexed(SLIME, _xor_frames(changes), "0" * 32)
 
 
 def encode_slime_overwrite(changes: ChangedTensors) -> Objects:
     """Overwrite mode of slime: the changed *bytes* of a tensor.
 
-    A frame holds a uint32 count, that many uint32 byte positions, and the new bytes. Files,
-    digests and source as in `encode_slime_xor`.
+    A frame holds a uint32 count, that many uint32 byte positions, and the new bytes. Files
+    as in `encode_slime_xor`.
     """
-    return _with_index(_frames(changes, _changed_bytes), "overwrite")
+    frames = {one.spec.name: deflated(_changed_bytes(one)) for one in changed(changes).values()}
+    return _indexed(SLIME, frames, "0" * 32)
 
 
 def encode_skyrl(changes: ChangedTensors) -> Objects:
@@ -466,31 +398,12 @@ def encode_skyrl(changes: ChangedTensors) -> Objects:
     of 0.53 MB. Source: SkyRL a9564572e (``delta_checkpoint.py``; its compression level is 1 as
     called).
     """
-    frames = _frames(changes, _xor_bytes)
-    return (dump([StoredArray(name, "U8", frame) for name, frame in frames.items()], None),)
+    return (packed(_arrays(_xor_frames(changes)), {}),)
 
 
 def encode_modelexpress(changes: ChangedTensors) -> Objects:
-    """ModelExpress: the frames of `encode_slime_xor`, with an adler32 a tensor and an index.
-
-    A safetensors file of uint8 tensors whose metadata is an adler32 of 8 hexadecimal digits a
-    tensor (zeros here), and a compact index with sorted keys. Source: ModelExpress 008f0da
-    (``modelexpress_rl/train/methods/canonical_delta.py``) and its docs/S3_DELTA_WEIGHT_REFIT.md.
-    """
-    frames = _frames(changes, _xor_bytes)
-    arrays = [StoredArray(name, "U8", frame) for name, frame in frames.items()]
-    index = {
-        "metadata": {
-            "base_version": "v1",
-            "checksum_format": "adler32",
-            "compression_format": "zstd",
-            "delta_encoding": "xor",
-            "version": "v2",
-        },
-        "weight_map": dict.fromkeys(sorted(frames), "model-00000-of-00001.safetensors"),
-    }
-    file = dump(arrays, dict.fromkeys(frames, "0" * 8))
-    return (file, json.dumps(index, separators=(",", ":")).encode())
+    """ModelExpress, with zeros as digests."""
+    return _indexed(MODELEXPRESS, _xor_frames(changes), "0" * 8)
 
 
 def decode_xor(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
@@ -512,24 +425,21 @@ def decode_overwrite(objects: Objects, specs: Specs) -> Iterator[tuple[str, Deco
         yield name, DecodedWrite(positions, np.frombuffer(frame[4 + 4 * total :], np.uint8), False)
 
 
-def _frames(
-    changes: ChangedTensors, content: Callable[[TensorChange], npt.NDArray[np.uint8]]
-) -> dict[str, npt.NDArray[np.uint8]]:
-    compressor = zstandard.ZstdCompressor(level=1)
-    return {
-        name: np.frombuffer(compressor.compress(content(change).data), np.uint8)
-        for name, change in changed(changes).items()
-    }
+def _xor_frames(changes: ChangedTensors) -> dict[str, Bytes]:
+    return {change.spec.name: frame for change, frame in xor_frames(changes.values())}
+
+
+def _arrays(frames: Mapping[str, Bytes]) -> Iterator[Array]:
+    return (Array(name, "U8", frame) for name, frame in frames.items())
+
+
+def _indexed(dialect: IndexedDialect, frames: Mapping[str, Bytes], digest: str) -> Objects:
+    file = packed(_arrays(frames), dict.fromkeys(frames, digest))
+    return file, dialect.index(2, dict.fromkeys(frames, FILE))
 
 
 def _inflate(frame: memoryview) -> bytes:
     return zstandard.ZstdDecompressor().decompress(frame)
-
-
-def _xor_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
-    dense = np.zeros(change.numel, change.new.dtype)
-    dense[change.indices] = change.old ^ change.new
-    return dense.view(np.uint8)
 
 
 def _changed_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
@@ -540,21 +450,6 @@ def _changed_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
     values = change.new.view(np.uint8).reshape(-1, width)[element, byte]
     total = np.array([positions.size], "<u4")
     return np.concatenate([total.view(np.uint8), positions.view(np.uint8), values])
-
-
-def _with_index(frames: Mapping[str, npt.NDArray[np.uint8]], encoding: str) -> Objects:
-    arrays = [StoredArray(name, "U8", frame) for name, frame in frames.items()]
-    index: dict[str, Any] = {
-        "metadata": {
-            "version": 2,
-            "base_version": 1,
-            "delta_encoding": encoding,
-            "compression_format": "zstd",
-            "checksum_format": "xxh3-128",
-        },
-        "weight_map": dict.fromkeys(frames, FILE),
-    }
-    return (dump(arrays, dict.fromkeys(frames, "0" * 32)), json.dumps(index).encode())
 
 
 SLIME_XOR: Final = PeerLayout(

@@ -55,6 +55,15 @@ TABLE: Final = Table(
             ),
         ),
         Capability(
+            "publishes as a trainer of its interface",
+            names(
+                _TRANSFER,
+                "factory:WeightTransferTrainerFactory base:TrainerInitInfo "
+                "base:TrainerWeightTransferEngine",
+            ),
+            without="DeltaChainTrainerInit cannot be imported",
+        ),
+        Capability(
             "names the version that is served",
             names(_CLIENT, "update_weight_version(new_version)")
             + names("vllm.v1.engine.llm_engine:", "LLMEngine.set_weight_version(weight_version)"),

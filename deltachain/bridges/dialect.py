@@ -1,0 +1,88 @@
+"""What a dialect is: how another system lays out versions as files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+from deltachain.errors import ConfigError, MalformedError
+from deltachain.store import Store
+from deltachain.types import Bits, Buffer, Indices, TensorSpec, mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Changed elements of one tensor.
+
+    ``indices`` are ``(nnz,)`` flat and increasing; ``old`` and ``new`` are their bits.
+    """
+
+    spec: TensorSpec
+    indices: Indices
+    old: Bits
+    new: Bits
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All tensors of a version on the host, by name; bits are flat and never written in place."""
+
+    specs: Mapping[str, TensorSpec]
+    bits: Mapping[str, Bits]
+    assets: Mapping[str, bytes] = field(default_factory=dict)  # configuration, tokenizer
+
+    def spec(self, name: str, key: str) -> TensorSpec:
+        if name not in self.specs:
+            raise MalformedError(f"{key}: has {name!r}, which the model has not", key=key)
+        return self.specs[name]
+
+    def changed(self, bits: Mapping[str, Bits]) -> "Model":
+        return replace(self, bits={**self.bits, **bits})
+
+    def check_same(self, other: "Model", key: str) -> None:
+        for name in sorted(self.specs.keys() | other.specs.keys()):
+            found, expected = other.specs.get(name), self.specs.get(name)
+            if message := mismatch(name, found, key, expected, "the version before"):
+                raise MalformedError(message, key=key)
+
+
+Objects: TypeAlias = Iterator[tuple[str, Buffer]]
+"""Keys and contents in the order of their writes; the last one commits the version."""
+
+
+class Dialect(Protocol):
+    """A layout of files; a version is there once its *marker*, written last, is."""
+
+    counts: bool = False
+    """Whether receivers start from a base checkpoint as number 0 and need every later number."""
+
+    shares_folders: bool = False
+    """Whether a version is one file in a folder with others, instead of a folder of its own."""
+
+    def number(self, key: str) -> int | None:
+        """Return the number of the version that an object commits; ``None`` if it is no marker."""
+
+    def full(self, number: int, model: Model) -> Objects:
+        """Write a version that needs no earlier one."""
+
+    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+        """Write a version that follows ``number - 1``; ``model`` has the new bits."""
+
+    def is_full(self, store: Store, key: str) -> bool:
+        """Return whether the version of a marker needs no earlier one."""
+
+    def read(self, store: Store, key: str, before: Model | None) -> Model:
+        """Read the version of a marker; ``before`` is the version before, which is not changed.
+
+        Raises:
+            FormatError: A file is cut short, contradicts itself, or gives other bits than it says.
+            ObjectNotFoundError: A file of the version is missing.
+        """
+
+
+def required(before: Model | None, key: str) -> Model:
+    if before is None:
+        raise ConfigError(
+            f"{key} has changes only, and nothing says of which weights",
+            hint="give their base checkpoint with --base, or wait for a full version",
+        )
+    return before

@@ -1,0 +1,100 @@
+"""slime and miles: ``weight_v000007/`` is a checkpoint, or frames of what changed since version 6.
+
+The index tells which. Version 0 is the checkpoint that engines start from. Source: slime 624b824a8
+(``update_weight_from_disk_delta.py``; miles 31f1ca961 writes the same), and ``/pull_weights`` of
+its SGLang.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain.bridges import files
+from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
+from deltachain.bridges.frames import checksum, new_bits, xor_frames
+from deltachain.checkpoint import INDEX_FILE
+from deltachain.errors import MalformedError
+from deltachain.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedDialect(Dialect):
+    """A folder a version, whose index is written last and says what its files are."""
+
+    folder: str  # of a number, as a format string
+    version: str  # name of a number in the index
+    algorithm: str  # of checksums
+
+    def number(self, key: str) -> int | None:
+        folder, _, file = key.rpartition("/")
+        found = re.search(r"\d{1,12}", folder)
+        named = found is not None and folder == self.folder.format(int(found[0]))
+        return int(found[0]) if found and named and files.is_checkpoint_marker(file) else None
+
+    def full(self, number: int, model: Model) -> Objects:
+        return files.checkpoint(self.folder.format(number), model)
+
+    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+        made: list[list[tuple[files.Array, str]]] = []
+        size = files.SHARD_NBYTES
+        for change, frame in xor_frames(changes):
+            if size + frame.nbytes > files.SHARD_NBYTES:
+                made.append([])
+                size = 0
+            name = change.spec.name
+            proof = checksum(self.algorithm, model.bits[name])
+            made[-1].append((files.Array(name, "U8", frame), proof))
+            size += frame.nbytes
+        folder, places = self.folder.format(number), dict[str, str]()
+        for at, rows in enumerate(made):
+            file = f"model-{at:05d}-of-{len(made):05d}.safetensors"
+            places |= {array.name: file for array, _ in rows}
+            proofs = {array.name: proof for array, proof in rows}
+            yield f"{folder}/{file}", files.packed((array for array, _ in rows), proofs)
+        yield f"{folder}/{INDEX_FILE}", self.index(number, places)
+
+    def index(self, number: int, places: dict[str, str]) -> bytes:
+        metadata = {
+            "version": self.version.format(number),
+            "base_version": self.version.format(number - 1),
+            "delta_encoding": "xor",
+            "compression_format": "zstd",
+            "checksum_format": self.algorithm,
+        }
+        return json.dumps({"metadata": metadata, "weight_map": places}).encode()
+
+    def is_full(self, store: Store, key: str) -> bool:
+        return not key.endswith(INDEX_FILE) or (
+            "delta_encoding" not in files.read_index(store, key).metadata
+        )
+
+    def read(self, store: Store, key: str, before: Model | None) -> Model:
+        number = self.number(key) or 0
+        if self.is_full(store, key):
+            return files.read_checkpoint(store, key)
+        index, old = files.read_index(store, key), required(before, key)
+        said = index.metadata
+        versions = {"version": number, "base_version": number - 1}
+        expected = {name: self.version.format(one) for name, one in versions.items()}
+        found = {name: said.get(name) for name in expected}
+        if found != expected or said.get("compression_format") != "zstd":
+            raise MalformedError(f"{key}: expected {expected} of zstd, found {said}", key=key)
+        bits = {}
+        for file, names in index.files():
+            opened = files.TensorFile.open(store, files.beside(key, file))
+            for name in names:
+                spec = old.spec(name, key)
+                bits[spec.name] = new_bits(
+                    opened.read(opened.entry(name, "U8")),
+                    old.bits[name],
+                    encoding=str(said["delta_encoding"]),
+                    algorithm=str(said.get("checksum_format")),
+                    want=opened.header.metadata.get(name, ""),
+                    key=f"{opened.key}, {name}",
+                )
+        return old.changed(bits)
+
+
+SLIME: Final = IndexedDialect("weight_v{:06d}", "{:06d}", "xxh3-128")

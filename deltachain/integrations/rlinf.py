@@ -1,0 +1,119 @@
+"""RLinf: a weight syncer whose messages name a version, and whose weights are in a store.
+
+A receiver that joins late or restarts takes the head from the store, without its sender; a sender
+that restarts goes on with the chain. No message waits for the other side.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rlinf.hybrid_engines.weight_syncer import WeightSyncer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from deltachain.chain.chain import Chain
+from deltachain.errors import ConfigError, ObjectNotFoundError, TensorMismatchError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import open_store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.torch_names import TORCH_DTYPES
+
+
+class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has no types
+    """Weight syncer of RLinf over a chain; the actor's ranks each publish their shards.
+
+    Receivers may have other dtypes than the sender, and each its own: weights are then cast as
+    ``Tensor.copy_`` does, from a second copy in the chain's dtype.
+
+    Args:
+        url: The chain, which all workers can reach.
+        prefixes: Names, and what begins with one and a dot, that are published beside the trained
+            parameters and buffers. ``None`` for the whole state dict, so that a receiver may start
+            from any weights; none for receivers that all load the frozen ones themselves.
+        settings: Other fields of :class:`PublishConfig`, such as ``dtype="BF16"`` for a sender with
+            fp32 masters.
+    """
+
+    def __init__(self, url: str, prefixes: Sequence[str] | None = None, **settings: Any) -> None:  # noqa: ANN401 - fields
+        super().__init__()
+        self.config, self.prefixes = PublishConfig.at(url, None, **settings), prefixes
+        self._state: Mapping[str, Tensor] = {}
+        self._publisher: Publisher | None = None
+        self._subscriber: Subscriber | None = None
+        self._copies: list[tuple[Tensor, Tensor]] = []  # live tensors, and theirs as in the chain
+
+    async def init_sender(
+        self,
+        state_dict: dict[str, Tensor],
+        param_names_need_sync: list[str],
+        *_: Any,  # noqa: ANN401 - RLinf's send and recv
+        **__: Any,  # noqa: ANN401
+    ) -> None:
+        """Create the chain, or continue it; a ``ConfigError`` names a prefix of no tensor."""
+        tensors = {n: one for n, one in state_dict.items() if "_extra_state" not in n}
+        chosen = set(tensors if self.prefixes is None else param_names_need_sync)
+        for prefix in self.prefixes or ():
+            chosen |= {n for n in tensors if f"{n}.".startswith(f"{prefix}.")} or {prefix}
+        if absent := sorted(chosen - tensors.keys()):
+            hint = "a prefix is a whole name, or what is before a dot in one"
+            raise ConfigError(f"the state dict has no {absent[0]!r}", hint=hint)
+        names, self._state = sorted(chosen), state_dict
+        publisher = Publisher(self.config)
+        self._publisher = publisher.attach(lambda: ((name, self._state[name]) for name in names))
+        await super().init_sender(state_dict, names, None)
+
+    async def sync(self, state_dict: dict[str, Tensor], send: Any, version: int | Tensor) -> None:  # noqa: ANN401 - RLinf's
+        """Publish the changes since the last sync, then send where they are."""
+        if self._publisher is None:
+            raise ConfigError("this syncer is no sender yet", hint="await init_sender first")
+        self._state = state_dict
+        self._publisher.publish(step=int(version))
+        self._publisher.flush()
+        there = {"url": self.config.url, "version": self._publisher.version, "step": int(version)}
+        await send(there)
+
+    async def init_receiver(self, state_dict: dict[str, Tensor] | None, *_: Any, **__: Any) -> None:  # noqa: ANN401 - recv and send
+        """Take the head of the chain, if there is one yet."""
+        if state_dict is not None:
+            try:
+                self._update(state_dict)
+            except ObjectNotFoundError:
+                self._subscriber = None
+        await super().init_receiver(state_dict, None)
+
+    async def apply(self, model: nn.Module, recv: Any) -> int:  # noqa: ANN401 - RLinf's
+        """Write the version of the next message into a model; return RLinf's version of it.
+
+        Raises:
+            TensorMismatchError: The model lacks a tensor of the chain, or has it in another shape.
+        """
+        message = await recv()
+        held = self._subscriber.version if self._subscriber else None
+        if held is None or held < message["version"]:
+            self._update(model.state_dict(), message["version"])
+        last = self._subscriber.last if self._subscriber else None  # or newer than the message
+        return int(message["step"] if last is None or last.step is None else last.step)
+
+    def _update(self, live: Mapping[str, Any], version: int | None = None) -> None:
+        if self._subscriber is None:
+            config = SubscribeConfig(url=self.config.url, undo_applies=0)
+            self._subscriber = Subscriber(config, self._target(live))
+        self._subscriber.update(version)
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+    def _target(self, live: Mapping[str, Any]) -> dict[str, Tensor]:
+        self._copies, target, seen = [], dict[str, Tensor](), set[tuple[torch.device, int]]()
+        for spec in Chain.open(open_store(self.config.url)).table.specs():
+            tensor, dtype = live.get(spec.name), TORCH_DTYPES[spec.dtype]
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+                found = f"{spec.name!r} is a {type(tensor).__name__}, expected a whole tensor"
+                hint = "the receiver is another model, or a sharded one"
+                raise TensorMismatchError(found, tensor=spec.name, hint=hint)
+            target[spec.name], place = tensor.detach(), (tensor.device, tensor.data_ptr())
+            if tensor.dtype != dtype or place in seen or not tensor.is_contiguous():
+                target[spec.name] = torch.empty_like(tensor, dtype=dtype).contiguous()
+                self._copies.append((tensor.detach(), target[spec.name]))
+            seen.add(place)
+        return target

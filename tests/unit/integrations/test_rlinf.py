@@ -1,0 +1,174 @@
+"""The syncer of RLinf, with RLinf's own base class if it is installed, else with its signatures."""
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltachain import errors
+from deltachain.kernels.protocol import same_bits
+from deltachain.kernels.torch_kernels import bits_of
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class Base:  # of rlinf 0.3.0
+    async def init_sender(self, state_dict: Any, param_names_need_sync: Any, send: Any) -> None:
+        """Note that this is a sender."""
+
+    async def init_receiver(self, state_dict: Any, recv: Any) -> None:
+        """Note that this is a receiver."""
+
+
+@pytest.fixture
+def syncer_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    try:
+        importlib.import_module("rlinf.hybrid_engines.weight_syncer")
+    except ImportError:
+        for name in ("rlinf", "rlinf.hybrid_engines", "rlinf.hybrid_engines.weight_syncer"):
+            module = ModuleType(name)
+            vars(module)["WeightSyncer"] = Base
+            monkeypatch.setitem(sys.modules, name, module)
+    yield importlib.import_module("deltachain.integrations.rlinf").DeltaChainWeightSyncer
+    monkeypatch.delitem(sys.modules, "deltachain.integrations.rlinf")
+
+
+class Policy(nn.Module):
+    """A tied head, a frozen layer, a value head in fp32 and a persistent buffer."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = BF16, value: torch.dtype = F32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.frozen = nn.Embedding(30, 8), nn.Linear(8, 8)
+        self.head, self.value_head = nn.Linear(8, 30, bias=False), nn.Linear(8, 1)
+        self.to(dtype)
+        self.value_head.to(value)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(requires_grad=False)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def train_step(self, number: int) -> None:
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for weight in (self.embed.weight, self.value_head.weight):
+                weight.add_(torch.randn_like(weight))
+            self.embed.weight[0, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
+            self.get_buffer("seen").add_(number)
+
+    def names(self) -> list[str]:
+        trained = [name for name, one in self.named_parameters() if one.requires_grad]
+        return [*trained, *(name for name, _ in self.named_buffers())]
+
+
+class Channel:
+    """RLinf's broadcast: every receiver gets the message; nobody answers."""
+
+    def __init__(self) -> None:
+        self.queues: list[asyncio.Queue[Any]] = []
+
+    async def send(self, message: Any) -> None:
+        for queue in self.queues:
+            queue.put_nowait(message)
+
+
+class Receiver:
+    def __init__(self, syncer: Any, channel: Channel, policy: Policy) -> None:
+        self.syncer, self.policy = syncer, policy
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        channel.queues.append(self.queue)
+
+    async def start(self) -> "Receiver":
+        await self.syncer.init_receiver(self.policy.state_dict(), recv=self.queue.get, send=None)
+        return self
+
+    async def apply(self) -> int:
+        found = await asyncio.wait_for(self.syncer.apply(self.policy, self.queue.get), 60)
+        assert isinstance(found, int)
+        return found
+
+
+def same(sender: Policy, receiver: Policy) -> None:
+    expected: dict[str, Tensor] = sender.state_dict()
+    for name, one in receiver.state_dict().items():
+        cast = expected[name].to(one.dtype)
+        assert same_bits(bits_of(one).reshape(-1), bits_of(cast).reshape(-1)), name
+
+
+@pytest.mark.parametrize(
+    ("sender", "receivers"),
+    [
+        ((BF16, F32), [(BF16, F32)] * 8),
+        ((BF16, F32), [(BF16, F32), (F32, F32), (BF16, BF16), (torch.float16, F32)]),
+        ((F32, F32), [(BF16, BF16), (F32, F32)]),
+    ],
+    ids=["8 receivers", "mixed receivers", "fp32 sender"],
+)
+def test_receivers_of_any_dtype_follow_join_late_and_outlive_the_sender(
+    syncer_class: Any,
+    tmp_path: Path,
+    sender: tuple[torch.dtype, torch.dtype],
+    receivers: list[tuple[torch.dtype, torch.dtype]],
+) -> None:
+    url = str(tmp_path / "chain")
+
+    async def run() -> None:
+        channel, policy, syncer = Channel(), Policy(0, *sender), syncer_class(url)
+        fleet = [
+            await Receiver(syncer_class(url), channel, Policy(9 + n, *dtypes)).start()
+            for n, dtypes in enumerate(receivers)
+        ]
+        await syncer.init_sender(
+            state_dict=policy.state_dict(), send=channel.send, param_names_need_sync=policy.names()
+        )
+        for number in (1, 2):
+            policy.train_step(number)
+            await syncer.sync(policy.state_dict(), channel.send, torch.tensor(number))
+            assert [await one.apply() for one in fleet] == [number] * len(fleet)
+            for one in fleet:
+                same(policy, one.policy)
+        late = await Receiver(syncer_class(url), channel, Policy(99, *receivers[0])).start()
+        same(policy, late.policy)  # before any message
+        syncer._publisher.close()
+        again, restarted = Policy(0, *sender), syncer_class(url)
+        again.train_step(1)  # an earlier checkpoint
+        await restarted.init_sender(again.state_dict(), again.names(), channel.send)
+        again.train_step(7)
+        await restarted.sync(again.state_dict(), channel.send, 7)
+        assert [await one.apply() for one in (*fleet, late)] == [7] * (len(fleet) + 1)
+        for one in (*fleet, late):
+            same(again, one.policy)
+        restarted._publisher.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_published_and_where_it_fits_are_checked_by_name(
+    syncer_class: Any, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "chain")
+
+    async def run() -> None:
+        channel, policy = Channel(), Policy(0)
+        with pytest.raises(errors.ConfigError, match="no 'emb'"):
+            await syncer_class(url, prefixes=["emb"]).init_sender(policy.state_dict(), [])
+        with pytest.raises(errors.ConfigError, match="no sender yet"):
+            await syncer_class(url).sync(policy.state_dict(), channel.send, 1)
+        syncer = syncer_class(url, prefixes=["value_head"])
+        await syncer.init_sender(policy.state_dict(), ["embed.weight", "seen"])
+        with pytest.raises(errors.TensorMismatchError, match=r"embed.weight"):
+            await Receiver(syncer_class(url), channel, nn.Linear(2, 2)).start()  # type: ignore[arg-type]
+        receiver = await Receiver(syncer_class(url), channel, Policy(5)).start()
+        own = Policy(5).frozen.weight
+        assert torch.equal(receiver.policy.frozen.weight, own)  # neither trained nor chosen
+        assert torch.equal(receiver.policy.value_head.weight, policy.value_head.weight)
+        assert torch.equal(receiver.policy.embed.weight, policy.embed.weight)
+        syncer._publisher.close()
+
+    asyncio.run(run())
