@@ -316,12 +316,13 @@ class Checkpoint:
             {n: TensorSpec(n, e.dtype, e.shape) for n, (_, e) in sorted(self._entries.items())}
         )
 
-    def bits(self, name: str, most: int | None = None) -> Bits:
-        """Return the bits of a tensor in new memory, or of at most its ``most`` first elements."""
+    def bits(self, name: str, low: int = 0, high: int | None = None) -> Bits:
+        """Return the bits of a tensor in new memory, or of its elements ``[low, high)`` alone."""
         file, entry = self._entries[name]
         spec = self.specs[name]
-        stop = entry.stop if most is None else min(entry.stop, entry.start + most * spec.itemsize)
-        return self._readers[file].bits(entry.start, stop, spec.bits_dtype)
+        stop = spec.numel if high is None else min(high, spec.numel)
+        start, stop = (entry.start + at * spec.itemsize for at in (low, stop))
+        return self._readers[file].bits(start, stop, spec.bits_dtype)
 
     @property
     def paths(self) -> tuple[Path, ...]:
