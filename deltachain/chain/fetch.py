@@ -5,10 +5,10 @@ plan of any length takes the memory of its wire bytes, or none, plus a few tenso
 """
 
 import logging
-import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -16,16 +16,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.codec.container import TensorRow
-from deltachain.delta import OldBits, TensorDelta, bits_are_at_fault, fold_all
+from deltachain.codec.container import ReadAt, TensorRow
+from deltachain.delta import (
+    OldBits,
+    Piece,
+    TensorDelta,
+    bits_are_at_fault,
+    fold_all,
+    pieces,
+)
 from deltachain.disk_space import check_room
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest
@@ -44,6 +53,8 @@ LOST: Final = (
 LARGE: Final = 8 << 20
 """Size of an object in bytes above which fresh memory for it costs more than to read it twice."""
 
+MOST_HELD: Final = 64 << 20  # bytes of small objects that are in memory if there is a file
+
 PIECE: Final = 1 << 20
 """Bytes of a large object that are read at a time: they stay in cache while they are hashed."""
 
@@ -54,12 +65,43 @@ RANGES: Final = 2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class Room:
-    """A folder for large objects on their way, while ``spare`` bytes stay free beside them."""
+    """A file without a name for objects on their way, while ``spare`` bytes stay free beside it.
 
-    folder: Path
-    spare: int
+    No other process can cut it, nor finds it after a kill.
+    """
+
+    def __init__(self, folder: Path, spare: int) -> None:
+        self._folder, self._spare = folder, spare
+        self._taking, self._held, self._end = Lock(), 0, 0
+        self._file = -1
+
+    def holds(self, nbytes: int) -> bool:
+        """Return whether a small object is held in memory instead, as the first of them are."""
+        with self._taking:
+            fits = nbytes <= LARGE and self._held + nbytes <= MOST_HELD
+            self._held += nbytes if fits else 0
+            return fits
+
+    def take(self, nbytes: int) -> int:
+        """Return the offset of new room in the file; raise an ``OSError`` if there is none."""
+        with self._taking:
+            check_room(self._folder, nbytes + self._spare)
+            if self._file < 0:
+                with tempfile.TemporaryFile(dir=self._folder, prefix=".", suffix=".part") as file:
+                    self._file = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._file)
+            self._end += nbytes
+            return self._end - nbytes
+
+    def write(self, data: Buffer, at: int) -> None:
+        left = memoryview(data)
+        while left:
+            done = os.pwrite(self._file, left, at)
+            left, at = left[done:], at + done
+
+    def read(self, at: int, start: int, length: int) -> bytes:
+        return os.pread(self._file, length, at + start)
 
 
 def fetch_part(
@@ -74,7 +116,7 @@ def fetch_part(
     get: Callable[[Store, ObjectRef], Part] = _held
     if ref.nbytes > LARGE and not hold and store.capabilities.cheap_ranges:
         get = _in_store
-    elif ref.nbytes > LARGE and room is not None and not ref.pin:  # content is not read in ranges
+    elif room is not None and not room.holds(ref.nbytes):
         get = partial(_in_file, room)
     try:
         return get(store, ref)
@@ -96,10 +138,18 @@ def _proven(data: Buffer, ref: ObjectRef) -> Part:
 
 
 def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
-    _check_there(store, ref)
     try:
-        check_room(room.folder, ref.nbytes + room.spare)
-        return _proven(_copied(room.folder, store, ref), ref)
+        at = room.take(ref.nbytes)
+        if ref.pin or ref.nbytes <= LARGE:  # content is not read in ranges
+            room.write(_read(store, ref), at)
+        else:
+            _check_there(store, ref)
+            with Pool(RANGES) as pool:
+                for _ in pool.map(
+                    partial(_copy, room, at, store, ref), range(0, ref.nbytes, RANGE)
+                ):
+                    pass
+        return _in_ranges(partial(room.read, at), ref)
     except errors.DeltaChainError:  # some of its subclasses are OSErrors too
         raise
     except OSError as exc:
@@ -107,23 +157,9 @@ def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
     return _held(store, ref)
 
 
-def _copied(folder: Path, store: Store, ref: ObjectRef) -> memoryview:
-    """Return a map of a copy that no other process can cut, nor finds after a kill."""
-    with tempfile.TemporaryFile(
-        buffering=0, dir=folder, prefix=".", suffix=".safetensors.part"
-    ) as file:
-
-        def copy(start: int) -> None:
-            length = min(RANGE, ref.nbytes - start)
-            left = memoryview(store.get_range(ref.key, start, length))
-            while left:
-                done = os.pwrite(file.fileno(), left, start)
-                left, start = left[done:], start + done
-
-        with Pool(RANGES) as pool:
-            for _ in pool.map(copy, range(0, ref.nbytes, RANGE)):
-                pass
-        return memoryview(mmap.mmap(file.fileno(), ref.nbytes, access=mmap.ACCESS_READ))
+def _copy(room: Room, at: int, store: Store, ref: ObjectRef, start: int) -> None:
+    length = min(RANGE, ref.nbytes - start)
+    room.write(store.get_range(ref.key, start, length), at + start)
 
 
 def _check_there(store: Store, ref: ObjectRef) -> None:
@@ -137,10 +173,13 @@ def _check_there(store: Store, ref: ObjectRef) -> None:
 
 def _in_store(store: Store, ref: ObjectRef) -> Part:
     _check_there(store, ref)
-    read_at = partial(store.get_range, ref.key)
+    return _in_ranges(partial(store.get_range, ref.key), ref)
+
+
+def _in_ranges(read_at: ReadAt, ref: ObjectRef) -> Part:
     starts = range(0, ref.nbytes, PIECE)
-    pieces = (read_at(start, min(PIECE, ref.nbytes - start)) for start in starts)
-    _check_digest(ref.key, ref.blake3, digest_of_pieces(pieces), ref.key)
+    reads = (memoryview(read_at(at, min(PIECE, ref.nbytes - at))) for at in starts)
+    _check_digest(ref.key, ref.blake3, digest_of_pieces(reads), ref.key)
     return _checked(Part(read_at, ref.nbytes, key=ref.key), ref)
 
 
@@ -248,6 +287,16 @@ class Fetched:
             folded = [fold_all(folded)] if folded else []
         return folded[0]
 
+    def tensor_plan(self, name: str) -> TensorPlan:
+        """Return what the plan says of one tensor, once all of its objects are there."""
+        early = self.early.get(name)
+        given = [] if early is None else [(0, early)]  # others of the edge may be on their way
+        for arrival in self.arrivals:
+            if arrival.edge or early is None:
+                given += [(arrival.edge, p) for p in (arrival.part.result(),) if name in p.rows]
+        edges, parts = tuple(edge for edge, _ in given), tuple(part for _, part in given)
+        return TensorPlan(self.specs[name], parts, self.base, self.from_nothing, edges)
+
     def rows(self, name: str, bits: Bits | None) -> list[tuple[TensorRow, TensorDelta]]:
         """Decode the rows of a tensor one by one; ``bits`` are those before a plan of one edge."""
         old = None if bits is None else OldBits(bits)
@@ -264,13 +313,17 @@ class Fetched:
 
     def state(self) -> StateDigest:
         """Compute the state digest that a plan from nothing leads to."""
-        total, given = StateDigest(), frozenset(self.names)
-        for name, spec in self.specs.items():
-            delta = self.read(name) if name in given else None
-            if delta is None or not delta.is_dense:
-                raise errors.BrokenChainError(f"{name}: the plan does not contain the whole tensor")
-            total += host.digest(digest_key(spec), delta.values)
-        return total
+        given = frozenset(self.names)
+        for name in self.specs.keys() - given:
+            raise errors.BrokenChainError(f"{name}: the plan does not contain the whole tensor")
+        with Pool(cores()) as pool:
+            digests = pool.ordered(self._digest, pieces(self.specs.values()), ahead=2 * cores())
+            return sum(digests, StateDigest())
+
+    def _digest(self, piece: Piece) -> StateDigest:
+        key, found = digest_key(piece.spec), self.tensor_plan(piece.spec.name).windows(piece)
+        parts = (host.digest(key, delta.values, window.low) for window, delta in found)
+        return sum(parts, StateDigest())
 
 
 def fetch(

@@ -13,7 +13,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import SEGMENT
 from deltachain.codec.frames import TensorReader
-from deltachain.delta import OldBits, TensorDelta, bits_are_at_fault, fold_within
+from deltachain.delta import OldBits, Piece, TensorDelta, bits_are_at_fault, fold_within
 from deltachain.types import TensorSpec
 
 
@@ -68,6 +68,14 @@ class TensorPlan:
                 f"{name}: the plan from nothing gives only {found.nnz} elements"
             )
         return found
+
+    def windows(
+        self, piece: Piece, old: Callable[[int, int], OldBits] | None = None
+    ) -> Iterator[tuple[Piece, TensorDelta]]:
+        """Decode a piece window by window, each delta without elements of others."""
+        for window in piece.windows():
+            _, low, high = window
+            yield window, self.read(low, high, old).within(low, high)
 
     def _decode(self, part: Part, near: tuple[int, int], old: OldBits | None) -> TensorDelta:
         name = self.spec.name

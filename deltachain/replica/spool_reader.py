@@ -1,8 +1,8 @@
 """Reader of a spool: what a plan says of each tensor, as its objects arrive.
 
 In a plan of one edge every object gives elements of its own (FORMAT.md 2): each of its tensors is
-decoded by itself, while later objects are on their way, unless it needs old bits that another object
-may change. Longer plans are folded, tensor by tensor, once all objects are there.
+decoded by itself, while later objects are on their way, unless it needs old bits that another may
+change. Longer plans are folded, tensor by tensor, once all objects are there.
 """
 
 import time

@@ -139,7 +139,7 @@ class DenseEncoding(Encoding):
 def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
     """Yield start and stop of each run of consecutive elements."""
     if delta.indices is None:
-        yield 0, delta.spec.numel
+        yield delta.start, delta.start + delta.nnz
     elif delta.nnz:
         cuts = np.flatnonzero(np.diff(delta.indices) != 1) + 1
         for run in np.split(delta.indices, cuts):
