@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from deltachain import threads as slab
 from deltachain.file_reader import FileRange
 from deltachain.kernels import host
 from deltachain.types import Bits, Indices, TensorSpec
@@ -28,7 +27,7 @@ class FileBits:
 
     def read(self, start: int, stop: int) -> Bits:
         """Read the current bits of the elements ``[start, stop)`` into new memory."""
-        bits = slab.empty(min(stop, self._spec.numel) - start, self._spec.bits_dtype)
+        bits = np.empty(min(stop, self._spec.numel) - start, self._spec.bits_dtype)
         if bits.size:
             self._range.read_into(start * self._spec.itemsize, bits.view(np.uint8).data)
         return bits

@@ -41,7 +41,6 @@ from deltachain.filebits import FileBits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.targets import folder
 from deltachain.subscribe.targets.folder import FOLDER as JOURNAL
 from deltachain.subscribe.targets.folder import LOCK_FILE, SEAL, FolderTarget, Journal
 from deltachain.subscribe.targets.local import Patches
