@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from deltachain.codec.container import Entry, read_header, write_header
+from deltachain.delta import WINDOW_NBYTES, pieces
 from deltachain.disk_space import reserve
 from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
 from deltachain.file_reader import FileReader
@@ -324,6 +325,11 @@ class Checkpoint:
         start, stop = (entry.start + at * spec.itemsize for at in (low, stop))
         return self._readers[file].bits(start, stop, spec.bits_dtype)
 
+    def differ(self, one: str, other: str) -> bool:
+        windows = pieces([self.specs[one]], WINDOW_NBYTES)
+        pairs = ((self.bits(one, *at), self.bits(other, *at)) for _, *at in windows)
+        return not all(map(host.equal, *zip(*pairs, strict=True)))
+
     @property
     def paths(self) -> tuple[Path, ...]:
         return tuple(self._files)
@@ -333,7 +339,10 @@ class Checkpoint:
         return next(path for path in self._files if path.name == file), entry.start
 
     def digest(self, name: str) -> StateDigest:
-        return host.digest(digest_key(self.specs[name]), self.bits(name))
+        spec, parts = self.specs[name], list[StateDigest]()
+        for _, low, high in pieces([spec], WINDOW_NBYTES):
+            parts.append(host.digest(digest_key(spec), self.bits(name, low, high), low))
+        return sum(parts, StateDigest())
 
     def state(self, names: Iterable[str]) -> StateDigest:
         return sum((self.digest(name) for name in names), StateDigest())

@@ -9,12 +9,11 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -31,8 +30,6 @@ from deltachain.delta import (
     OldBits,
     Piece,
     TensorDelta,
-    bits_are_at_fault,
-    fold_all,
     pieces,
 )
 from deltachain.disk_space import check_room
@@ -271,21 +268,8 @@ class Fetched:
 
     def read(self, name: str, old: Callable[[], Bits] | None = None) -> TensorDelta:
         """Decode the delta of one tensor, folded over the whole plan."""
-        folded: list[TensorDelta] = []
-        if self.base is not None:
-            folded = [TensorDelta.dense(self.specs[name], self.base.bits(name))]
-        for edge, arrivals in groupby(self.arrivals, key=lambda arrival: arrival.edge):
-            if not edge and name in self.early:
-                parts = [self.early[name]]  # others of the edge may be on their way
-            else:
-                parts = [part for one in arrivals if name in (part := one.part.result()).rows]
-            needing = [part.needs_old(name) for part in parts]
-            before = _bits_after(folded, old) if any(needing) else None
-            for part, needs in zip(parts, needing, strict=True):
-                with bits_are_at_fault(name) if needs and old is not None else nullcontext():
-                    folded.append(part.read(name, old=before))
-            folded = [fold_all(folded)] if folded else []
-        return folded[0]
+        bits = None if old is None else lambda *_: OldBits(old(), shared=True)
+        return self.tensor_plan(name).read(0, self.specs[name].numel, bits)
 
     def tensor_plan(self, name: str) -> TensorPlan:
         """Return what the plan says of one tensor, once all of its objects are there."""
@@ -429,13 +413,6 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
                 hint=hint,
             )
     return checkpoint
-
-
-def _bits_after(folded: Sequence[TensorDelta], old: Callable[[], Bits] | None) -> OldBits | None:
-    """Return the bits of a tensor after the deltas of a plan so far, if they can be known."""
-    if folded and folded[0].is_dense:
-        return OldBits(folded[0].values)
-    return None if old is None else OldBits(old(), shared=True).after(folded)
 
 
 def _check_specs(
