@@ -18,6 +18,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
+import numpy as np
+
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_encodings
@@ -25,7 +27,7 @@ from deltachain.chain.plan import Plan
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.codec.container import ReadAt, TensorRow
+from deltachain.codec.container import ReadAt
 from deltachain.delta import (
     OldBits,
     Piece,
@@ -97,8 +99,10 @@ class Room:
             done = os.pwrite(self._file, left, at)
             left, at = left[done:], at + done
 
-    def read(self, at: int, start: int, length: int) -> bytes:
-        return os.pread(self._file, length, at + start)
+    def read(self, at: int, start: int, length: int) -> memoryview:
+        data = np.empty(length, np.uint8).data
+        done = os.preadv(self._file, [data], at + start)
+        return data[:done]
 
 
 def fetch_part(
@@ -280,12 +284,6 @@ class Fetched:
                 given += [(arrival.edge, p) for p in (arrival.part.result(),) if name in p.rows]
         edges, parts = tuple(edge for edge, _ in given), tuple(part for _, part in given)
         return TensorPlan(self.specs[name], parts, self.base, self.from_nothing, edges)
-
-    def rows(self, name: str, bits: Bits | None) -> list[tuple[TensorRow, TensorDelta]]:
-        """Decode the rows of a tensor one by one; ``bits`` are those before a plan of one edge."""
-        old = None if bits is None else OldBits(bits)
-        parts = [part for part in self.parts if name in part.rows]
-        return [(part.rows[name], part.read(name, old=old)) for part in parts]
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
