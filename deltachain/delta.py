@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     def windows(self, nbytes: int = WINDOW_NBYTES) -> "Iterator[Piece]":
         """Cut at multiples of ``nbytes``, where most segments end."""
         step = nbytes // self.spec.itemsize
-        for low in range(self.low, self.high, step):
+        for low in range(self.low, max(self.high, self.low + 1), step):  # one of an empty tensor
             yield Piece(self.spec, low, min(low + step, self.high))
 
 

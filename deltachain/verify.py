@@ -6,9 +6,8 @@ version.
 """
 
 import logging
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +18,7 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
-from deltachain.chain.fetch import Fetched, Room, fetching
+from deltachain.chain.fetch import Fetched, Room, fetching, scratch
 from deltachain.chain.plan import Plan
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import ENCODINGS
@@ -180,7 +179,7 @@ class Weights:
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self.specs, self.digests = specs, dict[str, StateDigest]()
-        self._room = Room(Path(tempfile.gettempdir()), 0)
+        self._room = Room(scratch(), 0)
         self._places: dict[str, int | Bits] = {}
 
     @property
@@ -227,8 +226,7 @@ class Weights:
         late: list[TensorDelta] = []
         for _, low, high in pieces([spec], WINDOW_NBYTES):
             read = self._read(given, alone or [given], low, high)
-            found = [one for one in read if one.nnz]
-            delta = fold_within(found, low, high) if found else read[0]
+            delta = fold_within([one for one in read if one.nnz] or read[:1], low, high)
             if given.from_nothing and not delta.covers(low, high):
                 raise errors.BrokenChainError(f"{key}: does not give all of {name!r}")
             before = delta.values if given.from_nothing else self.bits(spec, low, high)
@@ -236,15 +234,13 @@ class Weights:
                 sums[number] += counted(move(before, one, low), part.rows[name])
             moved, left = move(before, delta, low), left - delta.nnz
             change += moved.change
-            if not given.from_nothing:
-                change -= _replaced(delta, moved)
-            if write:
-                late.append(replace(delta, values=moved.new, absolute=ABSOLUTE))
-                for delta in late[:-1]:
-                    self.put(delta)
-                del late[:-1]
-        for delta in late:
-            self.put(delta)
+            change -= StateDigest() if given.from_nothing else _replaced(delta, moved)
+            late.append(replace(delta, values=moved.new, absolute=ABSOLUTE))
+            if write and len(late) > 1:
+                self.put(late[-2])
+            del late[:-1]
+        if write:
+            self.put(late[0])
         if left > 0:
             raise errors.MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
         return _TensorProof(change, tuple(sums))
@@ -488,7 +484,7 @@ class _Walk:
     @contextmanager
     def _fetching(self, edge: EdgeSummary) -> Iterator[Fetched]:
         plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
-        room = Path(tempfile.gettempdir())
+        room = scratch()
         with fetching(self._chain, plan, base=self._base, hold=False, room=room) as fetched:
             self._check_encodings(edge, fetched)
             yield fetched

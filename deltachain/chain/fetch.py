@@ -64,6 +64,11 @@ RANGES: Final = 2
 logger = logging.getLogger(__name__)
 
 
+def scratch() -> Path:
+    """Return the folder of files for objects and weights that a command reads."""
+    return Path(tempfile.gettempdir())
+
+
 class Room:
     """A file without a name for objects on their way, while ``spare`` bytes stay free beside it.
 

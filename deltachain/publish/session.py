@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.fetch import Fetched, fetching
+from deltachain.chain.fetch import Fetched, fetching, scratch
 from deltachain.chain.plan import Replay, anchor_due
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
@@ -666,7 +665,7 @@ def _difference(session: Session, head: Committed, reading: ExitStack) -> tuple[
     digest = StateDigest()
     try:
         plan = chain.plan(None, head)
-        room = Path(tempfile.gettempdir())
+        room = scratch()
         fetched = reading.enter_context(
             fetching(chain, plan, base=config.base, hold=False, room=room)
         )
