@@ -221,7 +221,7 @@ class Weights:
         """
         given, spec = fetched.tensor_plan(name), self.specs[name]
         alone = [replace(given, parts=(one,), edges=(), from_nothing=False) for one in given.parts]
-        change, sums, left = StateDigest(), [StateDigest() for _ in alone], 0
+        change, sums = StateDigest(), [StateDigest() for _ in alone]
         left = sum(part.rows[name].nnz for part in given.parts)
         late: list[TensorDelta] = []
         for _, low, high in pieces([spec], WINDOW_NBYTES):

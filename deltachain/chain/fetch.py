@@ -5,6 +5,7 @@ plan of any length takes the memory of its wire bytes, or none, plus a few tenso
 """
 
 import logging
+import mmap
 import os
 import tempfile
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -64,6 +65,15 @@ RANGES: Final = 2
 logger = logging.getLogger(__name__)
 
 
+class StoredObject(Protocol):
+    @property
+    def key(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def pin(self) -> str: ...
+
+
 def scratch() -> Path:
     """Return the folder of files for objects and weights that a command reads."""
     return Path(tempfile.gettempdir())
@@ -95,8 +105,29 @@ class Room:
                 with tempfile.TemporaryFile(dir=self._folder, prefix=".", suffix=".part") as file:
                     self._file = os.dup(file.fileno())
                 weakref.finalize(self, os.close, self._file)
-            self._end += nbytes
-            return self._end - nbytes
+            at = self._end
+            self._end += nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
+            return at
+
+    def fill(self, store: Store, ref: StoredObject) -> int:
+        """Copy an object into the file; return its offset."""
+        at = self.take(ref.nbytes)
+        if ref.pin or ref.nbytes <= LARGE:  # content is not read in ranges
+            self.write(_read(store, ref), at)
+            return at
+        _check_there(store, ref)
+
+        def copy(start: int) -> None:
+            length = min(RANGE, ref.nbytes - start)
+            self.write(store.get_range(ref.key, start, length), at + start)
+
+        with Pool(RANGES) as pool:
+            for _ in pool.map(copy, range(0, ref.nbytes, RANGE)):
+                pass
+        return at
+
+    def map(self, at: int, nbytes: int) -> memoryview:
+        return memoryview(mmap.mmap(self._file, nbytes, access=mmap.ACCESS_READ, offset=at))
 
     def write(self, data: Buffer, at: int) -> None:
         left = memoryview(data)
@@ -145,17 +176,7 @@ def _proven(data: Buffer, ref: ObjectRef) -> Part:
 
 def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
     try:
-        at = room.take(ref.nbytes)
-        if ref.pin or ref.nbytes <= LARGE:  # content is not read in ranges
-            room.write(_read(store, ref), at)
-        else:
-            _check_there(store, ref)
-            with Pool(RANGES) as pool:
-                for _ in pool.map(
-                    partial(_copy, room, at, store, ref), range(0, ref.nbytes, RANGE)
-                ):
-                    pass
-        return _in_ranges(partial(room.read, at), ref)
+        return _in_ranges(partial(room.read, room.fill(store, ref)), ref)
     except errors.DeltaChainError:  # some of its subclasses are OSErrors too
         raise
     except OSError as exc:
@@ -163,12 +184,7 @@ def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
     return _held(store, ref)
 
 
-def _copy(room: Room, at: int, store: Store, ref: ObjectRef, start: int) -> None:
-    length = min(RANGE, ref.nbytes - start)
-    room.write(store.get_range(ref.key, start, length), at + start)
-
-
-def _check_there(store: Store, ref: ObjectRef) -> None:
+def _check_there(store: Store, ref: StoredObject) -> None:
     info = store.find(ref.key)
     if info is None:
         missing = not_found(ref.key, store.url)
@@ -189,7 +205,7 @@ def _in_ranges(read_at: ReadAt, ref: ObjectRef) -> Part:
     return _checked(Part(read_at, ref.nbytes, key=ref.key), ref)
 
 
-def _read(store: Store, ref: ObjectRef) -> Buffer:
+def _read(store: Store, ref: StoredObject) -> Buffer:
     try:
         return store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)
     except errors.ObjectNotFoundError as exc:
