@@ -1,0 +1,98 @@
+"""Memory of commands is bounded by windows and threads, however large a tensor is."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from deltachain.types import TensorSpec
+from tests.support.files import write_weights
+
+pytestmark = pytest.mark.full
+
+NBYTES: Final = 512 << 20  # of the tensor
+BOUND: Final = NBYTES // 2
+
+COMMANDS: Final = {
+    "first push": "push {model}/base {model}/chain",
+    "pull": "pull {model}/chain --out {model}/out",
+    "push": "push {model}/next {model}/chain",
+    "pull of an update": "pull {model}/chain --out {model}/out",
+    "verify": "verify {model}/chain",
+    "mirror": "mirror {model}/chain {model}/mirror",
+    "inspect": "inspect {model}/chain --version 0",
+    "anchor": "anchor {model}/chain",
+    "revert": "revert {model}/chain --version 0",
+}
+
+CHILD: Final = """
+import contextlib, ctypes, io, json, os, sys, threading
+from pathlib import Path
+
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+from deltachain.chain import upload
+from deltachain.cli.app import app
+from deltachain.maintain import added_edges
+from deltachain.publish import revert, session
+from deltachain.subscribe.targets import folder
+
+upload.SMALL_PART_NBYTES = 8 << 20
+for module in (added_edges, revert, session, folder):
+    module.PART_NBYTES = 8 << 20
+session.KEPT_NBYTES = folder.BUDGET = 1 << 20
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+def run(command):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        app(command.split(), standalone_mode=False)
+
+def growth(command):
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, peak, done = anonymous(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run(command)
+    done.set()
+    watcher.join()
+    return peak[0] - before
+
+found = {}
+for name, command in json.loads(sys.argv[1]).items():
+    run(command.format(model="small"))
+    found[name] = growth(command.format(model="large"))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def growths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    folder, rng = tmp_path_factory.mktemp("memory"), np.random.default_rng(1)
+    for model, rows in (("small", 1 << 10), ("large", NBYTES >> 11)):
+        spec = TensorSpec("embed.weight", "BF16", (rows, 1 << 10))
+        bits = np.resize(rng.integers(0, 1 << 16, 1 << 20, np.uint16), spec.numel)
+        for version in ("base", "next"):
+            (folder / model / version).mkdir(parents=True)
+            write_weights(folder / model / version / "model.safetensors", [spec], lambda _: bits)
+            bits[::50] += 1
+    arguments = [sys.executable, "-c", CHILD, json.dumps(COMMANDS)]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    yield json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_needs_no_memory_for_a_tensor(growths: dict[str, int], name: str) -> None:
+    assert growths[name] < BOUND, growths
