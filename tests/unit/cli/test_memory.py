@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -78,19 +76,22 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def growths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder, rng = tmp_path_factory.mktemp("memory"), np.random.default_rng(1)
     for model, rows in (("small", 1 << 10), ("large", NBYTES >> 11)):
         spec = TensorSpec("embed.weight", "BF16", (rows, 1 << 10))
         bits = np.resize(rng.integers(0, 1 << 16, 1 << 20, np.uint16), spec.numel)
         for version in ("base", "next"):
             (folder / model / version).mkdir(parents=True)
-            write_weights(folder / model / version / "model.safetensors", [spec], lambda _: bits)
+            write_weights(
+                folder / model / version / "model.safetensors", [spec], lambda _, b=bits: b
+            )
             bits[::50] += 1
     arguments = [sys.executable, "-c", CHILD, json.dumps(COMMANDS)]
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    yield json.loads(done.stdout)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.parametrize("name", COMMANDS)
