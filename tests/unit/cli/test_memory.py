@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
 
-from deltachain.types import TensorSpec
+from deltachain.types import Bits, TensorSpec
 from tests.support.files import write_weights
 
 pytestmark = pytest.mark.full
@@ -75,6 +76,11 @@ print(json.dumps(found))
 """
 
 
+def save(file: Path, spec: TensorSpec, bits: Bits) -> None:
+    file.parent.mkdir(parents=True)
+    write_weights(file, [spec], lambda _: bits)
+
+
 @pytest.fixture(scope="module")
 def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder, rng = tmp_path_factory.mktemp("memory"), np.random.default_rng(1)
@@ -82,10 +88,7 @@ def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
         spec = TensorSpec("embed.weight", "BF16", (rows, 1 << 10))
         bits = np.resize(rng.integers(0, 1 << 16, 1 << 20, np.uint16), spec.numel)
         for version in ("base", "next"):
-            (folder / model / version).mkdir(parents=True)
-            write_weights(
-                folder / model / version / "model.safetensors", [spec], lambda _, b=bits: b
-            )
+            save(folder / model / version / "model.safetensors", spec, bits)
             bits[::50] += 1
     arguments = [sys.executable, "-c", CHILD, json.dumps(COMMANDS)]
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
