@@ -8,11 +8,17 @@ from typing import Final
 
 import numpy as np
 import pytest
+import torch
 
+from deltachain.chain import upload
+from deltachain.checkpoint import Checkpoint
+from deltachain.maintain import added_edges
+from deltachain.publish import revert, session
+from deltachain.subscribe import Subscriber
+from deltachain.subscribe.targets import folder
 from deltachain.types import Bits, TensorSpec
 from tests.support.files import write_weights
-
-pytestmark = pytest.mark.full
+from tests.unit.cli.support import ok
 
 NBYTES: Final = 512 << 20  # of the tensor
 BOUND: Final = NBYTES // 2
@@ -83,20 +89,50 @@ def save(file: Path, spec: TensorSpec, bits: Bits) -> None:
 
 @pytest.fixture(scope="module")
 def growths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    folder, rng = tmp_path_factory.mktemp("memory"), np.random.default_rng(1)
+    root, rng = tmp_path_factory.mktemp("memory"), np.random.default_rng(1)
     for model, rows in (("small", 1 << 10), ("large", NBYTES >> 11)):
         spec = TensorSpec("embed.weight", "BF16", (rows, 1 << 10))
         bits = np.resize(rng.integers(0, 1 << 16, 1 << 20, np.uint16), spec.numel)
         for version in ("base", "next"):
-            save(folder / model / version / "model.safetensors", spec, bits)
+            save(root / model / version / "model.safetensors", spec, bits)
             bits[::50] += 1
     arguments = [sys.executable, "-c", CHILD, json.dumps(COMMANDS)]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(arguments, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_needs_no_memory_for_a_tensor(growths: dict[str, int], name: str) -> None:
     assert growths[name] < BOUND, growths
+
+
+@pytest.mark.parametrize("encoding", ["step", "max", "overwrite", "raw"])
+def test_windows_and_parts_of_a_tensor_add_up(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder, in memory, in a proof of the chain and in a revert."""
+    monkeypatch.setattr(upload, "SMALL_PART_NBYTES", 3 << 20)
+    for module in (session, folder, revert, added_edges):
+        monkeypatch.setattr(module, "PART_NBYTES", 1 << 20)
+    spec, rng = TensorSpec("layer.weight", "BF16", (6000, 1024)), np.random.default_rng(1)
+    old = rng.integers(0x3C00, 0x3E00, spec.numel, np.uint16)
+    new = old + np.uint16(rng.random(spec.numel) < 0.05)
+    chain, out = tmp_path / "chain", tmp_path / "out"
+    for number, bits in enumerate((old, new)):
+        file = tmp_path / str(number) / "model.safetensors"
+        save(file, spec, bits)
+        ok("push", file.parent, chain, "--encoding", encoding)
+        ok("pull", chain, "--out", out)
+        assert np.array_equal(Checkpoint(out).bits(spec.name), bits)
+    assert ok("verify", chain, "--json").document["edges"]["delta"]["proven"] == 1
+    ok("anchor", chain)
+    live = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16)}
+    Subscriber(str(chain), live).update()
+    assert np.array_equal(live[spec.name].view(torch.uint16).numpy().reshape(-1), new)
+    ok("revert", chain, "--version", 0, "--encoding", encoding)
+    ok("pull", chain, "--out", out)
+    assert np.array_equal(Checkpoint(out).bits(spec.name), old)
+    assert ok("verify", chain, "--json").document["last"] == 2
