@@ -240,7 +240,7 @@ class Arrival:
 class Fetched:
     """The objects of a plan, oldest first; some may still be on their way.
 
-    Properties and methods that need a part wait for it, and raise what :func:`fetch` raises.
+    Properties and methods that need a part wait for it, and raise what :func:`fetching` raises.
     """
 
     plan: Plan
@@ -329,41 +329,23 @@ class Fetched:
         return sum(parts, StateDigest())
 
 
-def fetch(
-    chain: Chain,
-    plan: Plan,
-    *,
-    target: Committed | None = None,
-    base: Path | None = None,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Fetched:
-    """Fetch and verify every object of a plan.
-
-    A corrupt object is fetched once more before it is refused.
-    """
-    with fetching(chain, plan, target=target, base=base, progress=progress) as fetched:
-        fetched.parts  # noqa: B018 - waits for all
-    return fetched
-
-
 @contextmanager
-def fetching(  # noqa: PLR0913 - where objects come from, and where they are meanwhile
+def fetching(
     chain: Chain,
     plan: Plan,
     *,
     target: Committed | None = None,
     base: Path | None = None,
-    progress: Callable[[int], None] = lambda _: None,
     hold: bool = True,
     room: Path | None = None,
 ) -> Iterator[Fetched]:
-    """Fetch every object of a plan in threads, while the plan is used; see :func:`fetch`.
+    """Fetch every object of a plan in threads, while the plan is used.
 
     Objects that nobody has begun to fetch when the context ends are not fetched. Without ``hold``
     each tensor must be decoded once only: large objects of an edge from nothing are then verified
     without being held in memory, where the store has cheap ranges, and read again as they are
-    decoded. Other large objects are held in files without a name in the folder ``room``, if given
-    and while it has room for the weights beside them.
+    decoded. Others are held in a file without a name in the folder ``room``, if given and while it
+    has room for the weights beside them; the first small ones in memory.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
     beside = Room(room, sum(spec.nbytes for spec in specs.values())) if room else None
@@ -384,7 +366,6 @@ def fetching(  # noqa: PLR0913 - where objects come from, and where they are mea
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: (row.dtype, row.shape) for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
-        progress(ref.nbytes)
         times.append(time.perf_counter())
         return part
 
