@@ -345,10 +345,12 @@ def fetching(
     each tensor must be decoded once only: large objects of an edge from nothing are then verified
     without being held in memory, where the store has cheap ranges, and read again as they are
     decoded. Others are held in a file without a name in the folder ``room``, if given and while it
-    has room for the weights beside them; the first small ones in memory.
+    has room for the weights beside them, unless it is :func:`scratch`; the first small ones in
+    memory.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
-    beside = Room(room, sum(spec.nbytes for spec in specs.values())) if room else None
+    filled = sum(spec.nbytes for spec in specs.values()) if room != scratch() else 0
+    beside = Room(room, filled) if room else None
     chain.look_ahead(plan)
     edges = [chain.edge(summary, target) for summary in plan.edges]
     reference = edges[0].reference if edges else None
