@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from deltachain.codec.container import Entry, read_header, write_header
+from deltachain.delta import WINDOW_NBYTES, pieces
 from deltachain.disk_space import reserve
 from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
 from deltachain.file_reader import FileReader
@@ -316,12 +317,18 @@ class Checkpoint:
             {n: TensorSpec(n, e.dtype, e.shape) for n, (_, e) in sorted(self._entries.items())}
         )
 
-    def bits(self, name: str, most: int | None = None) -> Bits:
-        """Return the bits of a tensor in new memory, or of at most its ``most`` first elements."""
+    def bits(self, name: str, low: int = 0, high: int | None = None) -> Bits:
+        """Return the bits of a tensor in new memory, or of its elements ``[low, high)`` alone."""
         file, entry = self._entries[name]
         spec = self.specs[name]
-        stop = entry.stop if most is None else min(entry.stop, entry.start + most * spec.itemsize)
-        return self._readers[file].bits(entry.start, stop, spec.bits_dtype)
+        stop = spec.numel if high is None else min(high, spec.numel)
+        start, stop = (entry.start + at * spec.itemsize for at in (low, stop))
+        return self._readers[file].bits(start, stop, spec.bits_dtype)
+
+    def differ(self, one: str, other: str) -> bool:
+        windows = pieces([self.specs[one]], WINDOW_NBYTES)
+        pairs = ((self.bits(one, *at), self.bits(other, *at)) for _, *at in windows)
+        return not all(map(host.equal, *zip(*pairs, strict=True)))
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -332,7 +339,10 @@ class Checkpoint:
         return next(path for path in self._files if path.name == file), entry.start
 
     def digest(self, name: str) -> StateDigest:
-        return host.digest(digest_key(self.specs[name]), self.bits(name))
+        spec, parts = self.specs[name], list[StateDigest]()
+        for _, low, high in pieces([spec], WINDOW_NBYTES):
+            parts.append(host.digest(digest_key(spec), self.bits(name, low, high), low))
+        return sum(parts, StateDigest())
 
     def state(self, names: Iterable[str]) -> StateDigest:
         return sum((self.digest(name) for name in names), StateDigest())

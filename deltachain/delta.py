@@ -8,7 +8,7 @@ steps add up, so deltas can be folded without the weights. Absolute bits need no
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,33 @@ from deltachain.types import Bits, Indices, TensorSpec
 
 Mask = npt.NDArray[np.bool_]
 
+WINDOW_NBYTES: Final = 8 << 20
+"""Bytes of a tensor that are decoded or compared at a time: threads use memory for them again."""
+
+PIECE_NBYTES: Final = 4 * WINDOW_NBYTES
+"""Bytes of a tensor that one thread takes: its windows share frames, inflated once."""
+
 STEP: Mask = np.array(False)  # a 0-d mask: every element is a step
 ABSOLUTE: Mask = np.array(True)  # a 0-d mask: every element is absolute
+
+
+class Piece(NamedTuple):
+    """Elements ``[low, high)`` of a tensor."""
+
+    spec: TensorSpec
+    low: int
+    high: int
+
+    def windows(self, nbytes: int = WINDOW_NBYTES) -> "Iterator[Piece]":
+        """Cut at multiples of ``nbytes``, where most segments end."""
+        step = nbytes // self.spec.itemsize
+        for low in range(self.low, max(self.high, self.low + 1), step):  # one of an empty tensor
+            yield Piece(self.spec, low, min(low + step, self.high))
+
+
+def pieces(specs: Iterable[TensorSpec], nbytes: int = PIECE_NBYTES) -> Iterator[Piece]:
+    for spec in specs:
+        yield from Piece(spec, 0, spec.numel).windows(nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +73,17 @@ class TensorDelta:
     def covers(self, low: int, high: int) -> bool:
         inside = self.start <= low and high <= self.start + self.nnz
         return self.indices is None and inside
+
+    def within(self, low: int, high: int) -> "TensorDelta":
+        """Return what this gives of the elements ``[low, high)``; arrays are views."""
+        if self.indices is None:
+            first, last = max(low, self.start), min(high, self.start + self.nnz)
+            values = self.values[first - self.start : max(first, last) - self.start]
+            return replace(self, values=values, start=first)
+        near = _near(self.indices, low, high)
+        absolute = self.absolute[near] if self.absolute.ndim else self.absolute
+        indices, values = self.indices[near], self.values[near]
+        return replace(self, indices=indices, values=values, absolute=absolute)
 
     @property
     def nnz(self) -> int:

@@ -12,11 +12,13 @@ from typing import Final
 import numpy as np
 
 from deltachain.chain.ancestry import SPANS
+from deltachain.chain.fetch import MOST_HELD
 from deltachain.chain.plan import ANCHOR_FACTOR, MOST_VERSIONS
-from deltachain.chain.upload import PARTS_ON_THE_WAY, anchor_part_nbytes
+from deltachain.chain.upload import PARTS_ON_THE_WAY, SMALL_PART_NBYTES, anchor_part_nbytes
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
 from deltachain.subscribe.config import SubscribeConfig
+from deltachain.subscribe.targets.folder import BUDGET
 from deltachain.types import TensorSpec
 
 
@@ -56,7 +58,7 @@ DENSE: Final = Measured("Anchors", "487 MB of bf16 weights in a folder of /dev/s
 ANCHOR: Final = Measured("Anchors", "anchor alone", (293, 1.66, 2))  # ms, GB/s, threads
 NEWCOMER: Final = Measured("Anchors", "newcomer", (268, 1.81, 2))
 
-JOURNAL_NBYTES: Final = 512 << 20  # of a part of a folder's journal and its patches
+CORE_NBYTES: Final = 64 << 20  # of windows and frames that a core decodes and compares
 KEPT_VERSIONS: Final = 1024  # that pruning keeps by default
 
 
@@ -70,7 +72,7 @@ class CostSettings:
     link: float = 125e6  # bytes a second between store and trainer, store and each replica
     every_s: float = 30.0  # between two steps
     egress: float = 0.09  # dollars a GB that leaves the store
-    cores: int = 16  # of a machine, each with a decoded tensor
+    cores: int = 16  # of a machine, each with windows of a tensor
 
     def __post_init__(self) -> None:
         is_rate = min(self.link, self.every_s) > 0 and 0 <= self.egress < math.inf
@@ -173,10 +175,10 @@ def _rooms(
     kept = min(publish.anchor_memory * shard, beside * (indices + old) / run.ranks)
     late = min(shard, parts * anchor_part_nbytes(int(shard), part)) + kept
     memory, most = round(shard + flight), round(shard + flight + late)
-    folding = min(dense, parts * anchor_part_nbytes(dense, part))
-    skip = min(SPANS[-1] * (step + indices + old), folding)
-    decoded = 2 * sum(sorted((spec.nbytes for spec in specs), reverse=True)[: run.cores])
-    writing = step + min(patches, follow.stage_budget) + min(patches, JOURNAL_NBYTES) + decoded
+    windows, tensor = run.cores * CORE_NBYTES, max(spec.nbytes for spec in specs)
+    folding = windows + min(dense, parts * SMALL_PART_NBYTES)
+    skip = min(SPANS[-1] * (indices + old), folding)
+    writing = windows + min(step, MOST_HELD) + min(patches, 3 * BUDGET)
     budget = run.engine_ranks * follow.stage_budget
     undo = min(follow.undo_applies * patches, budget)
     whole = min(max(patches, dense), budget) + undo
@@ -184,7 +186,7 @@ def _rooms(
     return {
         "trainer": Footprint(run.ranks * memory, run.ranks * most, 0),
         "a rank of it": Footprint(memory, most, 0),
-        "maintainer": Footprint(round(skip), newcomer + folding, 0),
+        "maintainer": Footprint(round(skip), folding + 2 * tensor, newcomer),
         "folder": Footprint(round(writing), round(writing), dense + newcomer),
         "engine": Footprint(round(min(patches, budget) + undo), round(whole), newcomer),
         "store": Footprint(0, 0, KEPT_VERSIONS * step + anchors * anchor),

@@ -6,7 +6,6 @@ process with SIGBUS, whereas a call fails with an error.
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,30 +25,15 @@ class FileBits:
         self._range = FileRange(file, offset)
         self._spec = spec
 
-    @property
-    def bits(self) -> Bits:
-        """Read the current bits into new, read-only memory."""
-        bits = self._read(0, self._spec.numel)
-        bits.flags.writeable = False
-        return bits
-
-    def bits_near(self, indices: Indices) -> Bits:
-        """Read the bits of elements at increasing indices, and near them; the rest is any bits."""
-        window = WINDOW_NBYTES // self._spec.itemsize
-        bits = np.empty(self._spec.numel, self._spec.bits_dtype)
-        for start, stop in _runs(np.unique(indices // window)):
-            block = bits[start * window : stop * window]
-            self._range.read_into(start * window * self._spec.itemsize, block.view(np.uint8).data)
-        bits.flags.writeable = False
-        return bits
-
-    def _read(self, start: int, stop: int) -> Bits:
+    def read(self, start: int, stop: int) -> Bits:
+        """Read the current bits of the elements ``[start, stop)`` into new memory."""
         bits = np.empty(min(stop, self._spec.numel) - start, self._spec.bits_dtype)
         if bits.size:
             self._range.read_into(start * self._spec.itemsize, bits.view(np.uint8).data)
         return bits
 
-    def put(self, indices: Indices | None, new: Bits) -> None:
+    def put(self, indices: Indices | None, new: Bits, start: int = 0) -> None:
+        """Write bits at increasing indices, or at all from ``start`` on."""
         if not new.size:
             return
         descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -57,15 +41,15 @@ class FileBits:
             if os.fstat(descriptor).st_ino != self._inode:  # its tensors may lie elsewhere
                 raise OSError(errno.ESTALE, "another file was put in its place", str(self.file))
             if indices is None:
-                self._write(out.fileno(), 0, new)
+                self._write(out.fileno(), start, new)
                 return
             window = WINDOW_NBYTES // self._spec.itemsize
             starts = np.unique(indices // window) * window
             first = np.searchsorted(indices, starts)
-            for start, low, high in zip(starts, first, [*first[1:], indices.size], strict=True):
-                block = self._read(int(start), int(start) + window)
-                host.scatter_(block, indices[low:high] - start, new[low:high])
-                self._write(out.fileno(), int(start), block)
+            for at, low, high in zip(starts, first, [*first[1:], indices.size], strict=True):
+                block = self.read(int(at), int(at) + window)
+                host.scatter_(block, indices[low:high] - at, new[low:high])
+                self._write(out.fileno(), int(at), block)
 
     def _write(self, descriptor: int, at: int, bits: Bits) -> None:
         left = np.ascontiguousarray(bits).view(np.uint8).data
@@ -73,10 +57,3 @@ class FileBits:
         while left:
             done = os.pwrite(descriptor, left, where)
             left, where = left[done:], where + done
-
-
-def _runs(numbers: Indices) -> Iterator[tuple[int, int]]:
-    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
-    for run in np.split(numbers, ends):
-        if run.size:
-            yield int(run[0]), int(run[-1]) + 1

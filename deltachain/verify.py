@@ -5,28 +5,35 @@ to version; each edge (delta, anchor, skip) must lead from the state of its base
 version.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
-from deltachain.chain.fetch import Fetched, fetch
+from deltachain.chain.fetch import Fetched, Room, fetching, scratch
 from deltachain.chain.plan import Plan
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import ENCODINGS
 from deltachain.codec.container import TensorRow
 from deltachain.codec.rows import RowDigests
-from deltachain.delta import TensorDelta, fold_all
+from deltachain.delta import ABSOLUTE, WINDOW_NBYTES, OldBits, TensorDelta, fold_within, pieces
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
-from deltachain.format.keys import object_digest
-from deltachain.kernels.protocol import Move, move, write_
+from deltachain.format.keys import digest_key, object_digest
+from deltachain.kernels import host
+from deltachain.kernels.protocol import Move, move
+from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
+
+logger = logging.getLogger(__name__)
 
 
 def newest(chain: Chain) -> Version:
@@ -151,19 +158,29 @@ def another(what: str, expected: object, actual: object, *, key: str) -> errors.
     return errors.DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)
 
 
-_Row: TypeAlias = tuple[RowDigests | None, TensorRow | None, TensorDelta]
-"""A row of a part, with the digests of that part, and its delta; ``None`` for a base checkpoint."""
-
-
 def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
     return moved.change if ENCODINGS.get(row.encoding).sparse else moved.added
 
 
-@dataclass(slots=True)
+def _replaced(delta: TensorDelta, moved: Move[Any]) -> StateDigest:
+    """Return the digest of old bits that a dense delta replaces; that of others is in ``moved``."""
+    if delta.indices is not None:
+        return StateDigest()
+    return host.digest(digest_key(delta.spec), moved.old, delta.start)
+
+
+class _TensorProof(NamedTuple):
+    change: StateDigest  # of the state digest; of the new bits alone, from nothing
+    rows: tuple[StateDigest, ...]  # what each row decodes to, as its digest counts it
+
+
 class Weights:
-    specs: Mapping[str, TensorSpec]
-    bits: dict[str, Bits] = field(default_factory=dict)
-    digests: dict[str, StateDigest] = field(default_factory=dict)
+    """Bits of all tensors, in a file without a name while the disk has room, and their digests."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self.specs, self.digests = specs, dict[str, StateDigest]()
+        self._room = Room(scratch(), 0)
+        self._places: dict[str, int | Bits] = {}
 
     @property
     def state(self) -> StateDigest:
@@ -173,16 +190,19 @@ class Weights:
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
-        for name, rows in _rows(fetched, self.bits):
-            delta = fold_all(given for *_, given in rows)
-            if delta.nnz < sum(given.nnz for *_, given in rows):
-                raise errors.MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
-            if not delta.is_dense and name not in after:
-                raise errors.BrokenChainError(f"{key}: does not give all of {name!r}")
-            total = _moved(self.bits.get(name, delta.values), delta, rows, key)
-            after[name] = total.added if delta.is_dense else after[name] + total.change
-            if write:
-                self._write(delta, total)
+        digests = [RowDigests(part.rows.values()) for part in fetched.parts]
+        prove = partial(self._prove, fetched, key, write=write)
+        with Pool(cores(), "deltachain-verify") as pool:
+            proofs = pool.ordered(prove, fetched.names, ahead=2 * cores())
+            for name, found in zip(fetched.names, proofs, strict=True):
+                mine = [
+                    one for one, p in zip(digests, fetched.parts, strict=True) if name in p.rows
+                ]
+                for one, change in zip(mine, found.rows, strict=True):
+                    total = one.add(name, change)
+                    if total is not None and total.actual != total.expected:
+                        raise another(f"{key}: {one.named(name)}", *total, key=key)
+                after[name] = after.get(name, StateDigest()) + found.change
         if absent := self.specs.keys() - after.keys():
             raise errors.BrokenChainError(
                 f"{key}: does not give {min(absent)!r}", version=edge.version
@@ -194,35 +214,77 @@ class Weights:
         if write:
             self.digests = after
 
-    def _write(self, delta: TensorDelta, moved: Move[Any]) -> None:
-        if delta.is_dense:
-            self.bits[delta.spec.name] = np.array(delta.values)
+    def _prove(self, fetched: Fetched, key: str, name: str, *, write: bool) -> _TensorProof:
+        """Decode a tensor window by window; write each once the next one has been decoded.
+
+        Until then segments of the next one may need bits before the edge.
+        """
+        given, spec = fetched.tensor_plan(name), self.specs[name]
+        alone = [replace(given, parts=(one,), edges=(), from_nothing=False) for one in given.parts]
+        change, sums = StateDigest(), [StateDigest() for _ in alone]
+        left = sum(part.rows[name].nnz for part in given.parts)
+        late: list[TensorDelta] = []
+        for _, low, high in pieces([spec], WINDOW_NBYTES):
+            read = self._read(given, alone or [given], low, high)
+            delta = fold_within([one for one in read if one.nnz] or read[:1], low, high)
+            if given.from_nothing and not delta.covers(low, high):
+                raise errors.BrokenChainError(f"{key}: does not give all of {name!r}")
+            before = delta.values if given.from_nothing else self.bits(spec, low, high)
+            for number, (part, one) in enumerate(zip(given.parts, read, strict=False)):
+                sums[number] += counted(move(before, one, low), part.rows[name])
+            moved, left = move(before, delta, low), left - delta.nnz
+            change += moved.change
+            change -= StateDigest() if given.from_nothing else _replaced(delta, moved)
+            late.append(replace(delta, values=moved.new, absolute=ABSOLUTE))
+            if write and len(late) > 1:
+                self.put(late[-2])
+            del late[:-1]
+        if write:
+            self.put(late[0])
+        if left > 0:
+            raise errors.MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
+        return _TensorProof(change, tuple(sums))
+
+    def _read(
+        self, given: TensorPlan, alone: Sequence[TensorPlan], low: int, high: int
+    ) -> list[TensorDelta]:
+        old = None if given.from_nothing else partial(self._old, given.spec)
+        return [plan.read(low, high, old).within(low, high) for plan in alone]
+
+    def put(self, delta: TensorDelta) -> None:
+        """Write new bits of consecutive elements, or of few that are near one another."""
+        if not delta.nnz:
+            return
+        spec, low, bits = delta.spec, delta.start, delta.values
+        if delta.indices is not None:
+            low = int(delta.indices[0])
+            bits = self.bits(spec, low, int(delta.indices[-1]) + 1)
+            host.scatter_(bits, delta.indices - low, delta.values)
+        place = self._place(spec)
+        if isinstance(place, int):
+            self._room.write(bits.view(np.uint8).data, place + low * spec.itemsize)
         else:
-            write_(self.bits[delta.spec.name], delta.indices, moved.new)
+            place[low : low + bits.size] = bits
 
+    def _old(self, spec: TensorSpec, low: int, high: int) -> OldBits:
+        return OldBits(self.bits(spec, low, high), low, shared=True)
 
-def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move[Any]:
-    moved = [move(old, given) for *_, given in rows]
-    for (digests, row, _), one in zip(rows, moved, strict=True):
-        if digests is None or row is None:
-            continue
-        found = digests.add(row.name, counted(one, row))
-        if found is not None and found.actual != found.expected:
-            raise another(f"{key}: {digests.named(row.name)}", *found, key=key)
-    return moved[0] if len(rows) == 1 else move(old, delta)
+    def bits(self, spec: TensorSpec, low: int, high: int) -> Bits:
+        place = self._place(spec)
+        if not isinstance(place, int):
+            return place[low:high]
+        data = self._room.read(place, low * spec.itemsize, (high - low) * spec.itemsize)
+        return np.frombuffer(data, spec.bits_dtype)
 
-
-def _rows(fetched: Fetched, bits: Mapping[str, Bits]) -> Iterator[tuple[str, list[_Row]]]:
-    """Yield all rows of one edge by tensor; ranks may store windows of one tensor each."""
-    if fetched.base is not None:
-        for name, spec in fetched.specs.items():
-            yield name, [(None, None, TensorDelta.dense(spec, fetched.base.bits(name)))]
-    else:
-        all_parts = [(RowDigests(part.rows.values()), part) for part in fetched.parts]
-        for name in fetched.names:
-            mine = [digests for digests, part in all_parts if name in part.rows]
-            rows = fetched.rows(name, bits.get(name))
-            yield name, [(one, *row) for one, row in zip(mine, rows, strict=True)]
+    def _place(self, spec: TensorSpec) -> int | Bits:
+        """Return the offset of a tensor in the file, or its bits in memory."""
+        if spec.name not in self._places:
+            try:
+                self._places[spec.name] = self._room.take(spec.nbytes)
+            except OSError as exc:
+                logger.info("%s is held in memory: %s", spec.name, exc)
+                self._places[spec.name] = np.empty(spec.numel, spec.bits_dtype)
+        return self._places[spec.name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,28 +461,35 @@ class _Walk:
         if edge.base is not None and self.lost is not None and edge.base != self._at:
             return self._read(edge)
         try:
-            fetched = self._fetch(edge)
+            with self._fetching(edge) as fetched:
+                self._weights.prove(fetched, StateDigest.parse(edge.state), write=write)
         except errors.ObjectNotFoundError as exc:
             proof = self._expired(edge, exc)
             if write and self.lost is None:
                 self.lost = exc
             return proof
-        self._weights.prove(fetched, StateDigest.parse(edge.state), write=write)
         if write:
             self.lost, self._at = None, edge.version
         return _proof(edge, fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
         try:
-            return _proof(edge, self._fetch(edge), proven=False)
+            with self._fetching(edge) as fetched:
+                for part in fetched.parts:
+                    part.verify()
         except errors.ObjectNotFoundError as exc:
             return self._expired(edge, exc)
+        return _proof(edge, fetched, proven=False)
 
-    def _fetch(self, edge: EdgeSummary) -> Fetched:
+    @contextmanager
+    def _fetching(self, edge: EdgeSummary) -> Iterator[Fetched]:
         plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
-        fetched = fetch(self._chain, plan, base=self._base)
-        for part in fetched.parts:
-            part.verify()
+        room = scratch()
+        with fetching(self._chain, plan, base=self._base, hold=False, room=room) as fetched:
+            self._check_encodings(edge, fetched)
+            yield fetched
+
+    def _check_encodings(self, edge: EdgeSummary, fetched: Fetched) -> None:
         found = {row.encoding for part in fetched.parts for row in part.rows.values()}
         if found != set(edge.encodings):
             key = edge.record or keys.manifest_key(edge.version)
@@ -429,7 +498,6 @@ class _Walk:
                 f"{key}: lists encodings {listed}, its parts have {', '.join(sorted(found))}",
                 key=key,
             )
-        return fetched
 
     def _check_window(self, committed: Committed) -> None:
         version, manifest = committed.version, committed.manifest

@@ -9,23 +9,32 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Final
+from threading import Lock
+from typing import Final, Protocol
+
+import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.codec.container import TensorRow
-from deltachain.delta import OldBits, TensorDelta, bits_are_at_fault, fold_all
+from deltachain.codec.container import ReadAt
+from deltachain.delta import (
+    OldBits,
+    Piece,
+    TensorDelta,
+    pieces,
+)
 from deltachain.disk_space import check_room
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest
@@ -44,6 +53,8 @@ LOST: Final = (
 LARGE: Final = 8 << 20
 """Size of an object in bytes above which fresh memory for it costs more than to read it twice."""
 
+MOST_HELD: Final = 64 << 20  # bytes of small objects that are in memory if there is a file
+
 PIECE: Final = 1 << 20
 """Bytes of a large object that are read at a time: they stay in cache while they are hashed."""
 
@@ -54,12 +65,80 @@ RANGES: Final = 2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A folder for large objects on their way, while ``spare`` bytes stay free beside them."""
+class StoredObject(Protocol):
+    @property
+    def key(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def pin(self) -> str: ...
 
-    folder: Path
-    spare: int
+
+def scratch() -> Path:
+    """Return the folder of files for objects and weights that a command reads."""
+    return Path(tempfile.gettempdir())
+
+
+class Room:
+    """A file without a name for objects on their way, while ``spare`` bytes stay free beside it.
+
+    No other process can cut it, nor finds it after a kill.
+    """
+
+    def __init__(self, folder: Path, spare: int) -> None:
+        self._folder, self._spare = folder, spare
+        self._taking, self._held, self._end = Lock(), 0, 0
+        self._file = -1
+
+    def holds(self, nbytes: int) -> bool:
+        """Return whether a small object is held in memory instead, as the first of them are."""
+        with self._taking:
+            fits = nbytes <= LARGE and self._held + nbytes <= MOST_HELD
+            self._held += nbytes if fits else 0
+            return fits
+
+    def take(self, nbytes: int) -> int:
+        """Return the offset of new room in the file; raise an ``OSError`` if there is none."""
+        with self._taking:
+            check_room(self._folder, nbytes + self._spare)
+            if self._file < 0:
+                with tempfile.TemporaryFile(dir=self._folder, prefix=".", suffix=".part") as file:
+                    self._file = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._file)
+            at = self._end
+            self._end += nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
+            return at
+
+    def fill(self, store: Store, ref: StoredObject) -> int:
+        """Copy an object into the file; return its offset."""
+        at = self.take(ref.nbytes)
+        if ref.pin or ref.nbytes <= LARGE:  # content is not read in ranges
+            self.write(_read(store, ref), at)
+            return at
+        _check_there(store, ref)
+
+        def copy(start: int) -> None:
+            length = min(RANGE, ref.nbytes - start)
+            self.write(store.get_range(ref.key, start, length), at + start)
+
+        with Pool(RANGES) as pool:
+            for _ in pool.map(copy, range(0, ref.nbytes, RANGE)):
+                pass
+        return at
+
+    def map(self, at: int, nbytes: int) -> memoryview:
+        return memoryview(mmap.mmap(self._file, nbytes, access=mmap.ACCESS_READ, offset=at))
+
+    def write(self, data: Buffer, at: int) -> None:
+        left = memoryview(data)
+        while left:
+            done = os.pwrite(self._file, left, at)
+            left, at = left[done:], at + done
+
+    def read(self, at: int, start: int, length: int) -> memoryview:
+        data = np.empty(length, np.uint8).data
+        done = os.preadv(self._file, [data], at + start)
+        return data[:done]
 
 
 def fetch_part(
@@ -74,7 +153,7 @@ def fetch_part(
     get: Callable[[Store, ObjectRef], Part] = _held
     if ref.nbytes > LARGE and not hold and store.capabilities.cheap_ranges:
         get = _in_store
-    elif ref.nbytes > LARGE and room is not None and not ref.pin:  # content is not read in ranges
+    elif room is not None and not room.holds(ref.nbytes):
         get = partial(_in_file, room)
     try:
         return get(store, ref)
@@ -96,10 +175,8 @@ def _proven(data: Buffer, ref: ObjectRef) -> Part:
 
 
 def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
-    _check_there(store, ref)
     try:
-        check_room(room.folder, ref.nbytes + room.spare)
-        return _proven(_copied(room.folder, store, ref), ref)
+        return _in_ranges(partial(room.read, room.fill(store, ref)), ref)
     except errors.DeltaChainError:  # some of its subclasses are OSErrors too
         raise
     except OSError as exc:
@@ -107,26 +184,7 @@ def _in_file(room: Room, store: Store, ref: ObjectRef) -> Part:
     return _held(store, ref)
 
 
-def _copied(folder: Path, store: Store, ref: ObjectRef) -> memoryview:
-    """Return a map of a copy that no other process can cut, nor finds after a kill."""
-    with tempfile.TemporaryFile(
-        buffering=0, dir=folder, prefix=".", suffix=".safetensors.part"
-    ) as file:
-
-        def copy(start: int) -> None:
-            length = min(RANGE, ref.nbytes - start)
-            left = memoryview(store.get_range(ref.key, start, length))
-            while left:
-                done = os.pwrite(file.fileno(), left, start)
-                left, start = left[done:], start + done
-
-        with Pool(RANGES) as pool:
-            for _ in pool.map(copy, range(0, ref.nbytes, RANGE)):
-                pass
-        return memoryview(mmap.mmap(file.fileno(), ref.nbytes, access=mmap.ACCESS_READ))
-
-
-def _check_there(store: Store, ref: ObjectRef) -> None:
+def _check_there(store: Store, ref: StoredObject) -> None:
     info = store.find(ref.key)
     if info is None:
         missing = not_found(ref.key, store.url)
@@ -137,14 +195,17 @@ def _check_there(store: Store, ref: ObjectRef) -> None:
 
 def _in_store(store: Store, ref: ObjectRef) -> Part:
     _check_there(store, ref)
-    read_at = partial(store.get_range, ref.key)
+    return _in_ranges(partial(store.get_range, ref.key), ref)
+
+
+def _in_ranges(read_at: ReadAt, ref: ObjectRef) -> Part:
     starts = range(0, ref.nbytes, PIECE)
-    pieces = (read_at(start, min(PIECE, ref.nbytes - start)) for start in starts)
-    _check_digest(ref.key, ref.blake3, digest_of_pieces(pieces), ref.key)
+    reads = (memoryview(read_at(at, min(PIECE, ref.nbytes - at))) for at in starts)
+    _check_digest(ref.key, ref.blake3, digest_of_pieces(reads), ref.key)
     return _checked(Part(read_at, ref.nbytes, key=ref.key), ref)
 
 
-def _read(store: Store, ref: ObjectRef) -> Buffer:
+def _read(store: Store, ref: StoredObject) -> Buffer:
     try:
         return store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)
     except errors.ObjectNotFoundError as exc:
@@ -179,7 +240,7 @@ class Arrival:
 class Fetched:
     """The objects of a plan, oldest first; some may still be on their way.
 
-    Properties and methods that need a part wait for it, and raise what :func:`fetch` raises.
+    Properties and methods that need a part wait for it, and raise what :func:`fetching` raises.
     """
 
     plan: Plan
@@ -232,27 +293,18 @@ class Fetched:
 
     def read(self, name: str, old: Callable[[], Bits] | None = None) -> TensorDelta:
         """Decode the delta of one tensor, folded over the whole plan."""
-        folded: list[TensorDelta] = []
-        if self.base is not None:
-            folded = [TensorDelta.dense(self.specs[name], self.base.bits(name))]
-        for edge, arrivals in groupby(self.arrivals, key=lambda arrival: arrival.edge):
-            if not edge and name in self.early:
-                parts = [self.early[name]]  # others of the edge may be on their way
-            else:
-                parts = [part for one in arrivals if name in (part := one.part.result()).rows]
-            needing = [part.needs_old(name) for part in parts]
-            before = _bits_after(folded, old) if any(needing) else None
-            for part, needs in zip(parts, needing, strict=True):
-                with bits_are_at_fault(name) if needs and old is not None else nullcontext():
-                    folded.append(part.read(name, old=before))
-            folded = [fold_all(folded)] if folded else []
-        return folded[0]
+        bits = None if old is None else lambda *_: OldBits(old(), shared=True)
+        return self.tensor_plan(name).read(0, self.specs[name].numel, bits)
 
-    def rows(self, name: str, bits: Bits | None) -> list[tuple[TensorRow, TensorDelta]]:
-        """Decode the rows of a tensor one by one; ``bits`` are those before a plan of one edge."""
-        old = None if bits is None else OldBits(bits)
-        parts = [part for part in self.parts if name in part.rows]
-        return [(part.rows[name], part.read(name, old=old)) for part in parts]
+    def tensor_plan(self, name: str) -> TensorPlan:
+        """Return what the plan says of one tensor, once all of its objects are there."""
+        early = self.early.get(name)
+        given = [] if early is None else [(0, early)]  # others of the edge may be on their way
+        for arrival in self.arrivals:
+            if arrival.edge or early is None:
+                given += [(arrival.edge, p) for p in (arrival.part.result(),) if name in p.rows]
+        edges, parts = tuple(edge for edge, _ in given), tuple(part for _, part in given)
+        return TensorPlan(self.specs[name], parts, self.base, self.from_nothing, edges)
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
@@ -264,53 +316,41 @@ class Fetched:
 
     def state(self) -> StateDigest:
         """Compute the state digest that a plan from nothing leads to."""
-        total, given = StateDigest(), frozenset(self.names)
-        for name, spec in self.specs.items():
-            delta = self.read(name) if name in given else None
-            if delta is None or not delta.is_dense:
-                raise errors.BrokenChainError(f"{name}: the plan does not contain the whole tensor")
-            total += host.digest(digest_key(spec), delta.values)
-        return total
+        given = frozenset(self.names)
+        for name in self.specs.keys() - given:
+            raise errors.BrokenChainError(f"{name}: the plan does not contain the whole tensor")
+        with Pool(cores()) as pool:
+            digests = pool.ordered(self._digest, pieces(self.specs.values()), ahead=2 * cores())
+            return sum(digests, StateDigest())
 
-
-def fetch(
-    chain: Chain,
-    plan: Plan,
-    *,
-    target: Committed | None = None,
-    base: Path | None = None,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Fetched:
-    """Fetch and verify every object of a plan.
-
-    A corrupt object is fetched once more before it is refused.
-    """
-    with fetching(chain, plan, target=target, base=base, progress=progress) as fetched:
-        fetched.parts  # noqa: B018 - waits for all
-    return fetched
+    def _digest(self, piece: Piece) -> StateDigest:
+        key, found = digest_key(piece.spec), self.tensor_plan(piece.spec.name).windows(piece)
+        parts = (host.digest(key, delta.values, window.low) for window, delta in found)
+        return sum(parts, StateDigest())
 
 
 @contextmanager
-def fetching(  # noqa: PLR0913 - where objects come from, and where they are meanwhile
+def fetching(
     chain: Chain,
     plan: Plan,
     *,
     target: Committed | None = None,
     base: Path | None = None,
-    progress: Callable[[int], None] = lambda _: None,
     hold: bool = True,
     room: Path | None = None,
 ) -> Iterator[Fetched]:
-    """Fetch every object of a plan in threads, while the plan is used; see :func:`fetch`.
+    """Fetch every object of a plan in threads, while the plan is used.
 
     Objects that nobody has begun to fetch when the context ends are not fetched. Without ``hold``
     each tensor must be decoded once only: large objects of an edge from nothing are then verified
     without being held in memory, where the store has cheap ranges, and read again as they are
-    decoded. Other large objects are held in files without a name in the folder ``room``, if given
-    and while it has room for the weights beside them.
+    decoded. Others are held in a file without a name in the folder ``room``, if given and while it
+    has room for the weights beside them, unless it is :func:`scratch`; the first small ones in
+    memory.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
-    beside = Room(room, sum(spec.nbytes for spec in specs.values())) if room else None
+    filled = sum(spec.nbytes for spec in specs.values()) if room != scratch() else 0
+    beside = Room(room, filled) if room else None
     chain.look_ahead(plan)
     edges = [chain.edge(summary, target) for summary in plan.edges]
     reference = edges[0].reference if edges else None
@@ -328,7 +368,6 @@ def fetching(  # noqa: PLR0913 - where objects come from, and where they are mea
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: (row.dtype, row.shape) for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
-        progress(ref.nbytes)
         times.append(time.perf_counter())
         return part
 
@@ -376,13 +415,6 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
                 hint=hint,
             )
     return checkpoint
-
-
-def _bits_after(folded: Sequence[TensorDelta], old: Callable[[], Bits] | None) -> OldBits | None:
-    """Return the bits of a tensor after the deltas of a plan so far, if they can be known."""
-    if folded and folded[0].is_dense:
-        return OldBits(folded[0].values)
-    return None if old is None else OldBits(old(), shared=True).after(folded)
 
 
 def _check_specs(

@@ -41,9 +41,9 @@ def follow(  # noqa: PLR0913 - one argument an option
     Example: `deltachain follow /mnt/policy --out policy --metrics 9095`
     """
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.folder import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder import BUDGET, OwnFolder, write_assets
 
-    config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
+    config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0, stage_budget=BUDGET)
     stop = Event()
     with Subscriber(config, OwnFolder(out)) as subscriber, stopping(stop, subscriber.notify) as by:
         with shown_follower(

@@ -89,7 +89,7 @@ def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool)
 def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
     from deltachain.chain.ancestry import PRUNED
     from deltachain.chain.chain import Chain
-    from deltachain.chain.fetch import fetch
+    from deltachain.chain.fetch import fetching, scratch
     from deltachain.chain.plan import Plan
     from deltachain.cli.progress import watching
 
@@ -97,8 +97,9 @@ def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
     refs = chain.edge(edge).parts
     try:
         with watching(chain.store, f"reading version {edge.version}") as store:
-            parts = fetch(Chain(store, chain.identity, chain.table, trust=chain.trust), plan).parts
-            contents = _contents(parts, sum(ref.nbytes for ref in refs))
+            read = Chain(store, chain.identity, chain.table, trust=chain.trust)
+            with fetching(read, plan, hold=False, room=scratch()) as fetched:
+                contents = _contents(fetched.parts, sum(ref.nbytes for ref in refs))
     except ObjectNotFoundError as exc:
         chain.prunes.refresh()
         if not chain.prunes.is_pruned(edge):

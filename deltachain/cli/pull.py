@@ -32,10 +32,11 @@ def pull(  # noqa: PLR0913 - one argument an option
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.folder import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder import BUDGET, OwnFolder, write_assets
 
     choice = options.choice_of(version, step=step, tag=tag, at=at)
-    config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)
+    config = SubscribeConfig(url=url, base=base, undo_applies=0, stage_budget=BUDGET)
+    folder = OwnFolder(out)
     with (
         watching(open_store(url), f"pulling into {out.name}") as store,
         Subscriber(config, folder, store=store) as subscriber,

@@ -76,6 +76,7 @@ def push(  # noqa: PLR0913 - one argument an option
     Example: `deltachain push out/checkpoint-40 /mnt/policy-fp8 --quantization fp8-block
     --ignore lm_head --ignore re:model.visual`
     """
+    from deltachain.chain.upload import SMALL_PART_NBYTES
     from deltachain.cli.progress import watching
     from deltachain.publish.config import PublishConfig
     from deltachain.publish.push import push as publish
@@ -90,6 +91,7 @@ def push(  # noqa: PLR0913 - one argument an option
         trust_remote_code=trust_remote_code,
         continue_reverted=continue_reverted,
         take_over=take_over,
+        part_nbytes=SMALL_PART_NBYTES,
     )
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)

@@ -22,7 +22,7 @@ from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.codec.rows import check_digests, with_full_rows, with_short_rows
-from deltachain.delta import OldBits, TensorDelta
+from deltachain.delta import WINDOW_NBYTES, OldBits, TensorDelta, pieces
 from deltachain.format.documents import decode
 from deltachain.format.keys import object_digest
 from deltachain.types import Buffer
@@ -92,12 +92,18 @@ class Part:
 
     def verify(self) -> None:
         """Verify every byte of the object; decode what needs no old bits."""
-        for row in self.directory.streams:
-            for number in range(len(row.stored)):
-                self._streams[row.name].check(number)
-        for name in self.rows:
-            if not self.needs_old(name):
-                self.read(name)
+        for stream in self.directory.streams:
+            for number in range(len(stream.stored)):
+                self._streams[stream.name].check(number)
+        for name, row in self.rows.items():
+            if self.needs_old(name):
+                continue
+            nnz = 0
+            for _, low, high in pieces([row.spec], WINDOW_NBYTES):
+                nnz += self.read(name, (low, high)).within(low, high).nnz
+            if nnz != row.nnz:
+                what = f"{self.key}: {name!r} has {nnz} elements of {row.nnz}"
+                raise errors.MalformedError(what, key=self.key)
 
     def __iter__(self) -> Iterator[TensorDelta]:
         return (self.read(name) for name in self.rows)
@@ -151,6 +157,7 @@ class Part:
             ends=self.columns.ends,
             streams=self._streams,
             old=old,
+            near=near,
         )
 
     def run(
@@ -175,6 +182,7 @@ class Part:
         expected = sum(s.nnz for s in reader.segments) if row.segments else row.nnz
         delta = self.columns.encoding(name).decode(reader)
         is_part = old is not None and old.held is not None  # some tiles may be of other ranks
+        is_part = is_part or (near is not None and self.columns.encoding(name).own_arrays)
         fits = delta.nnz == expected or (is_part and delta.nnz < expected)
         if delta.spec != reader.spec or not fits:
             raise reader.malformed(f"decodes to {delta.nnz} elements of {expected}")

@@ -405,6 +405,7 @@ class TensorReader:
         ends: Length of each stream of the part, by full name, in the stream's unit.
         streams: Readers of all streams of the part, by full name.
         old: Bits before the change, for encodings that need them.
+        near: Range of elements that are wanted of arrays of the tensor's own; ``None`` for all.
     """
 
     spec: TensorSpec
@@ -417,6 +418,7 @@ class TensorReader:
     ends: Mapping[str, int]
     streams: Mapping[str, StreamReader]
     old: OldBits | None = None
+    near: tuple[int, int] | None = None
 
     @property
     def table(self) -> npt.NDArray[np.int64]:
@@ -477,14 +479,15 @@ class TensorReader:
             host.join_planes(planes, elements[at:end])
         return elements
 
-    def array(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of one of the tensor's own arrays.
+    def array(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return the bytes ``start:stop`` of one of the tensor's own arrays.
 
         Raises:
             DigestMismatchError: A frame differs from its digest in the directory.
         """
         reader = self.streams[name]
-        return np.frombuffer(bytes(reader.read(0, reader.nbytes)), np.uint8)
+        data = reader.read(start, reader.nbytes if stop is None else stop)
+        return np.frombuffer(bytes(data), np.uint8)
 
     def malformed(self, why: str) -> MalformedError:
         """Build the error that refuses this tensor."""

@@ -97,14 +97,16 @@ class Move(Generic[B]):
         return self.added - self.removed
 
 
-def move(bits: Bits, delta: TensorDelta) -> Move[npt.NDArray[Any]]:
-    """Compute the effect of a delta on all ``(numel,)`` bits of its tensor; writes nothing."""
+def move(bits: Bits, delta: TensorDelta, start: int = 0) -> Move[npt.NDArray[Any]]:
+    """Compute the effect of a delta on the bits of elements from ``start`` on; writes nothing."""
     key = digest_key(delta.spec)
     if delta.indices is None:
-        return Move(bits, delta.values, host.digest(key, delta.values), StateDigest())
+        old = bits[delta.start - start :][: delta.nnz]
+        return Move(old, delta.values, host.digest(key, delta.values, delta.start), StateDigest())
     weights: npt.NDArray[Any] = bits
     indices: npt.NDArray[Any] = delta.indices
-    return move_at(weights, indices, key, indices, delta.values, delta.absolute)
+    places = indices - start if start else indices
+    return move_at(weights, places, key, indices, delta.values, delta.absolute)
 
 
 def move_at(

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -9,13 +10,13 @@ from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.checks import read_summary
-from deltachain.chain.fetch import Fetched, fetch, fetching
+from deltachain.chain.fetch import Fetched, fetching, scratch
 from deltachain.chain.plan import Plan
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.container import TensorRow
 from deltachain.codec.rows import own_digests
-from deltachain.delta import TensorDelta
+from deltachain.delta import TensorDelta, pieces
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
 from deltachain.format.keys import PayloadKind, digest_key, edge_key
@@ -77,7 +78,7 @@ def _steps(delta: TensorDelta, old: Bits) -> Change | None:
     return Change(steps, digest_change(delta.spec, places, before, after))
 
 
-PART_NBYTES: Final = 512 << 20  # largest size of changes in one part before compression, in bytes
+PART_NBYTES: Final = 64 << 20  # largest size of changes in one part before compression, in bytes
 
 
 def add_skip(
@@ -85,10 +86,11 @@ def add_skip(
 ) -> EdgeSummary:
     """Fold a plan into a skip, prove it, and record it; an existing record is kept."""
     _refuse_pruned(chain, target, start.version)
-    fetched = fetch(chain, plan)
-    before = _BitsAt(chain, start, base)
-    changes = _proven(folded(fetched, before.read), start, target)
-    edge = _upload(chain.store, "skip", target, changes, PART_NBYTES)
+    with ExitStack() as reading:
+        fetched = reading.enter_context(fetching(chain, plan, room=scratch()))
+        before = _BitsAt(chain, start, base, reading)
+        changes = _proven(folded(fetched, before.read), start, target)
+        edge = _upload(chain.store, "skip", target, changes, PART_NBYTES)
     edge = replace(edge, base=start.version)
     return chain.add_edge(target, edge, base_state=start.manifest.state)
 
@@ -96,14 +98,14 @@ def add_skip(
 def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> EdgeSummary:
     """Rebuild a version from nothing, prove it, and record it as an anchor.
 
-    An anchor that is recorded already is returned as it is. Tensors are decoded one by one; the
-    objects of the plan are held in memory.
+    An anchor that is recorded already is returned as it is.
     """
     _refuse_pruned(chain, target, None)
     known = recorded_anchor(chain, target)
     if known is not None:
         return known
-    with fetching(chain, plan_present(chain, None, target), target=target, base=base) as fetched:
+    plan = plan_present(chain, None, target)
+    with fetching(chain, plan, target=target, base=base, hold=False, room=scratch()) as fetched:
         return upload_anchor(chain, target, _whole(chain, fetched, target))
 
 
@@ -135,14 +137,16 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
 class _BitsAt:
     """Bits of a version, fetched from nothing when they are first needed."""
 
-    def __init__(self, chain: Chain, at: Committed, base: Path | None) -> None:
-        self._chain, self._at, self._base = chain, at, base
+    def __init__(self, chain: Chain, at: Committed, base: Path | None, reading: ExitStack) -> None:
+        self._chain, self._at, self._base, self._reading = chain, at, base, reading
         self._fetched: Fetched | None = None
 
     def read(self, name: str) -> Bits:
         if self._fetched is None:
             plan = plan_present(self._chain, None, self._at)
-            self._fetched = fetch(self._chain, plan, base=self._base)
+            self._fetched = self._reading.enter_context(
+                fetching(self._chain, plan, base=self._base, hold=False, room=scratch())
+            )
         return self._fetched.read(name).values
 
 
@@ -160,11 +164,12 @@ def _proven(changes: Iterable[Change], start: Committed, target: Committed) -> I
 def _whole(chain: Chain, fetched: Fetched, target: Committed) -> Iterable[Change]:
     """Yield all bits of every tensor; raise at the end if they are not the target's."""
     total, given = StateDigest(), frozenset(fetched.names)
-    for spec in chain.table.specs():
-        delta = fetched.read(spec.name) if spec.name in given else None
-        if delta is None or not delta.is_dense:
+    for spec, low, high in pieces(chain.table.specs(), PART_NBYTES):
+        if spec.name not in given:
             raise BrokenChainError(f"{spec.name}: the plan does not contain the whole tensor")
-        change = Change(delta, host.digest(digest_key(spec), delta.values))
+        delta = fetched.tensor_plan(spec.name).read(low, high).within(low, high)
+        digest = host.digest(digest_key(spec), delta.values, low)
+        change = Change(delta, digest, windows=not delta.is_dense)
         total += change.digest
         yield change
     if total != target.state:

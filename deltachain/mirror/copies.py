@@ -1,12 +1,15 @@
 """Copies of objects: read and proven beside one another, then put in order."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event
 from typing import Final
 
 from deltachain import errors
 from deltachain.chain.checks import check_digest, once_more
+from deltachain.chain.fetch import Room, scratch
 from deltachain.format.documents import Edge
 from deltachain.format.keys import EDGE_PREFIX
 from deltachain.store import Buffer, Store
@@ -16,6 +19,8 @@ from deltachain.types import Version
 THREADS: Final = 8  # objects read or written at a time: enough to fill a link between two regions
 AHEAD: Final = 64  # objects of a batch at most
 AHEAD_NBYTES: Final = 1 << 30  # bytes of a batch at most, but for a single object that is larger
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,7 @@ class CopyPipeline:
     def _copy(self, batch: Sequence[ObjectCopy], pool: Pool, stop: Event) -> Iterator[CopyOutcome]:
         proven = list[tuple[ObjectCopy, Buffer | CopyOutcome]]()
         failure: errors.DeltaChainError | None = None
-        reads = pool.map(self._read, batch)
+        reads = pool.map(partial(self._read, Room(scratch(), 0)), batch)
         for copy in batch:
             if stop.is_set():
                 break
@@ -90,7 +95,7 @@ class CopyPipeline:
         if failure is not None:
             raise failure
 
-    def _read(self, copy: ObjectCopy) -> Buffer | CopyOutcome:
+    def _read(self, room: Room, copy: ObjectCopy) -> Buffer | CopyOutcome:
         """Read and prove an object; return the outcome if there is nothing to write."""
         if self._ended.is_set():
             raise errors.StoreUnavailableError("the copy was abandoned", key=copy.key)
@@ -98,13 +103,13 @@ class CopyPipeline:
             return copy.content
         if self._may_be_there(copy):
             try:
-                _proven(self._destination, replace(copy, pin=""))
+                _proven(self._destination, replace(copy, pin=""), room)
             except (errors.ObjectNotFoundError, errors.FormatError):
                 pass
             else:
                 return CopyOutcome(copy, 0)
         try:
-            return once_more(lambda: _proven(self._source, copy))
+            return once_more(lambda: _proven(self._source, copy, room))
         except errors.ObjectNotFoundError:
             return CopyOutcome(copy, 0, is_lost=True)
 
@@ -151,7 +156,15 @@ def batches(copies: Iterable[ObjectCopy]) -> Iterator[list[ObjectCopy]]:
     yield batch
 
 
-def _proven(store: Store, copy: ObjectCopy) -> Buffer:
-    data = store.read(copy.key, nbytes=copy.nbytes, pin=copy.pin)
+def _proven(store: Store, copy: ObjectCopy, room: Room) -> Buffer:
+    data: Buffer = b""
+    try:
+        if not room.holds(copy.nbytes):
+            data = room.map(room.fill(store, copy), copy.nbytes)
+    except errors.DeltaChainError:  # some of its subclasses are OSErrors too
+        raise
+    except OSError as exc:
+        logger.info("%s is held in memory: %s", copy.key, exc)
+    data = data or store.read(copy.key, nbytes=copy.nbytes, pin=copy.pin)
     check_digest(data, copy.digest, copy.key)
     return data

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -185,7 +184,7 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
             if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
                 raise errors.ChainMismatchError(message)
         for name in found[1:]:
-            if not np.array_equal(checkpoint.bits(found[0]), checkpoint.bits(name)):
+            if checkpoint.differ(found[0], name):
                 raise errors.ChainMismatchError(
                     f"{name!r} and {found[0]!r} differ in {checkpoint.path}; the chain has them "
                     "tied"
@@ -199,10 +198,11 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
     return ModelTensors(tuple(weights), table.specs(), table.aliases, partial(_made, weights))
 
 
-def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
-    bits = torch.from_numpy(checkpoint.bits(name))
-    return bits.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec, low: int, high: int) -> Tensor:
+    return torch.from_numpy(checkpoint.bits(name, low, high)).view(TORCH_DTYPES[spec.dtype])
 
 
 def _made(weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-    return ((one.spec.name, one.file()) for one in weights if one.file is not None)
+    for one in weights:
+        if one.file is not None:
+            yield one.spec.name, one.file(0, one.spec.numel).view(one.spec.shape)

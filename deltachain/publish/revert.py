@@ -6,8 +6,9 @@ fenced. Needs no torch.
 """
 
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,20 +16,22 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
-from deltachain.chain.fetch import Fetched, fetch
+from deltachain.chain.fetch import Fetched, fetching, scratch
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
+from deltachain.delta import WINDOW_NBYTES, pieces
 from deltachain.format.documents import Edge, revert_mark, reverted_to
 from deltachain.format.keys import manifest_key
 from deltachain.kernels import host
+from deltachain.kernels.arrays import Changes
 from deltachain.kernels.protocol import digest_change
 from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over
 from deltachain.store import MemoryStore, Store
-from deltachain.types import StateDigest
+from deltachain.types import Bits, StateDigest, TensorSpec
 
-PART_NBYTES: Final = 512 << 20  # largest size of changes in one object before compression, in bytes
+PART_NBYTES: Final = 64 << 20  # largest size of changes in one object before compression, in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ def revert(
 ) -> Reverted:
     """Commit a version with the state of an older one, unless the head has it.
 
-    Both versions are rebuilt in memory, and proven before the commit.
+    Both versions are rebuilt window by window, and proven before the commit.
     """
     check_write_access(chain)
     chosen, head = ENCODINGS.chosen(encoding), newest(chain)
@@ -72,7 +75,21 @@ def revert(
             f"--version {version} --out DIR`) and publish them; or stop it for good, and "
             f"`deltachain push DIR {url}`",
         )
-    older, numel = _rebuilt(chain, goal, base), head.manifest.numel
+    with ExitStack() as reading:
+        return _revert(chain, goal, head, chosen, base, reading, dry_run=dry_run)
+
+
+def _revert(  # noqa: PLR0913 - what :func:`revert` found
+    chain: Chain,
+    goal: Committed,
+    head: Committed,
+    chosen: Encoding,
+    base: Path | None,
+    reading: ExitStack,
+    *,
+    dry_run: bool,
+) -> Reverted:
+    older, numel = reading.enter_context(_rebuilt(chain, goal, base)), head.manifest.numel
     metadata = goal.manifest.metadata
     writer: Writer | None = in_new_epoch(chain, head, numel=numel, metadata=metadata)
     while writer is not None and writer.parent is not None:
@@ -80,9 +97,9 @@ def revert(
         keys = EdgeKeys(
             kind="delta", version=head.version + 1, epoch=writer.epoch, commit_id=uuid.uuid4().hex
         )
-        newer = _rebuilt(chain, head, base)
         store = MemoryStore() if dry_run else chain.store
-        edge, nnz, tensors = _upload(store, keys, older, newer, chosen)
+        with _rebuilt(chain, head, base) as newer:
+            edge, nnz, tensors = _upload(store, keys, older, newer, chosen)
         found = Reverted(goal=goal, before=head, edge=edge, nnz=nnz, tensors=tensors)
         if dry_run:
             return found
@@ -108,7 +125,8 @@ def revert(
     raise errors.BrokenChainError(f"{chain.store.url} lost its versions", version=head.version)
 
 
-def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
+@contextmanager
+def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Iterator[Fetched]:
     """Rebuild a version, with pruned edges if no other plan leads there; prove its state."""
     try:
         plan = plan_present(chain, None, committed)
@@ -119,17 +137,18 @@ def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
             plan = plan_present(chain, None, committed, pruned=True)
         except errors.BrokenChainError:
             raise error from None  # it says that the version was pruned
-    fetched = fetch(chain, plan, target=committed, base=base)
-    if (state := fetched.state()) != committed.state:
-        key = manifest_key(committed.version)
-        raise errors.DigestMismatchError(
-            f"version {committed.version}, rebuilt from the store, has another state than {key}",
-            expected=str(committed.state),
-            actual=str(state),
-            key=key,
-            hint="run `deltachain verify`; nothing was committed",
-        )
-    return fetched
+    with fetching(chain, plan, target=committed, base=base, hold=False, room=scratch()) as fetched:
+        if (state := fetched.state()) != committed.state:
+            key = manifest_key(committed.version)
+            raise errors.DigestMismatchError(
+                f"version {committed.version}, rebuilt from the store, has another state than "
+                f"{key}",
+                expected=str(committed.state),
+                actual=str(state),
+                key=key,
+                hint="run `deltachain verify`; nothing was committed",
+            )
+        yield fetched
 
 
 def _upload(
@@ -138,15 +157,38 @@ def _upload(
     nnz = tensors = 0
     with EdgeUpload(store, keys, raw=encoding.own_arrays, part_nbytes=PART_NBYTES) as upload:
         for spec in older.specs.values():
-            bits, now = older.read(spec.name).values, newer.read(spec.name).values
-            changes = host.diff_(np.array(now), bits)
-            if changes.indices.size:
-                digest, read = digest_change(spec, *changes), partial(np.asarray, bits)
+
+            def read(spec: TensorSpec = spec) -> Bits:
+                return older.read(spec.name).values
+
+            found = tuple(_changes(older, newer, spec))
+            for changes in found:
+                digest, whole = digest_change(spec, *changes), read if len(found) == 1 else None
                 upload.add(
-                    sparse_change(spec, changes, digest, read, encoding=encoding, run=(read, 0))
+                    sparse_change(spec, changes, digest, whole, encoding=encoding, run=(read, 0))
                 )
-                nnz, tensors = nnz + changes.indices.size, tensors + 1
+                nnz += changes.indices.size
+            tensors += bool(found)
         return upload.finish(), nnz, tensors
+
+
+def _changes(older: Fetched, newer: Fetched, spec: TensorSpec) -> Iterator[Changes]:
+    """Yield what differs of a tensor, in parts if it is much."""
+    plans, found, nbytes = [one.tensor_plan(spec.name) for one in (newer, older)], [], 0
+    for _, low, high in pieces([spec], WINDOW_NBYTES):
+        now, bits = (plan.read(low, high).within(low, high).values for plan in plans)
+        one = host.diff_(np.array(now), bits)
+        found += [one._replace(indices=one.indices + low)] if one.indices.size else []
+        nbytes += sum(array.nbytes for array in one)
+        if nbytes > PART_NBYTES:
+            yield _joined(found)
+            found, nbytes = [], 0
+    if found:
+        yield _joined(found)
+
+
+def _joined(found: Sequence[Changes]) -> Changes:
+    return Changes(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def check_reverted(head: Committed, state: StateDigest, *, goes_on: bool) -> None:

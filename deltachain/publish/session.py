@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.fetch import Fetched, fetching
+from deltachain.chain.fetch import Fetched, fetching, scratch
 from deltachain.chain.plan import Replay, anchor_due
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
@@ -32,6 +31,7 @@ from deltachain.publish.background import PHASES, Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
+from deltachain.publish.model.layout import AdjacentRuns, Selection
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.quantise.layers import Files, Layers
@@ -40,10 +40,17 @@ from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.revert import check_reverted
-from deltachain.publish.snapshot import WINDOW_NUMEL, Snapshot
-from deltachain.publish.wire_form import Diff, map_changes, sparse_change, window_change
+from deltachain.publish.snapshot import FILE_NUMEL, SMALL_NUMEL, Snapshot
+from deltachain.publish.wire_form import (
+    CheckpointChanges,
+    Diff,
+    map_changes,
+    sparse_change,
+    window_change,
+)
 from deltachain.publish.writer import UNREADABLE, Writer, open_or_make, take_over
 from deltachain.store import Store
+from deltachain.threads import Pool, cores
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec, Version
 
 logger = logging.getLogger(__name__)
@@ -434,7 +441,7 @@ class Session:
     def _add_changes(self, upload: EdgeUpload, diff: Diff) -> None:
         for found in diff.by_tensor:
             places = found.weight.element_map
-            whole = places.all_of(found.spec)
+            whole = None if found.is_part else places.all_of(found.spec)
             run = places.run_of(found.spec) if self.encoding.needs_old else None
             change = sparse_change(
                 found.spec,
@@ -447,16 +454,15 @@ class Session:
             upload.add(change)
 
     def _reader(self, weight: Weight, select: slice) -> Callable[[], Bits]:
-        return lambda: self.snapshot.bits(weight)[select]
+        return lambda: self.snapshot.reader(weight)(select)
 
     def _add_all_bits(self, upload: EdgeUpload, late: VersionBits | None) -> None:
-        bits_of: Callable[[Weight], Bits] = self.snapshot.bits if late is None else late.take
         total, state = StateDigest(), (late or self.snapshot).state
         for weight in self.source.weights:
-            bits = bits_of(weight)
+            read = self.snapshot.reader(weight) if late is None else late.take(weight).__getitem__
             for window in weight.element_map.windows(self._window_numel(weight)):
                 known = None if late else self.snapshot.known_digest(weight, window)
-                change = window_change(window, bits, known)
+                change = window_change(window, read(window.select), known)
                 total += change.digest
                 upload.add(change)
         if total != state:
@@ -466,11 +472,17 @@ class Session:
             )
 
     def _window_numel(self, weight: Weight) -> int:
-        slots = weight.element_map.slots
+        slots, part_nbytes = weight.element_map.slots, self.config.part_nbytes
+        if weight.file is not None and not self.encoding.own_arrays:
+            return max(1, part_nbytes // weight.spec.itemsize)
         if all(weight.element_map.all_of(slot.spec) is not None for slot in slots):
             return max(slot.numel for slot in slots)  # windows without indices
-        return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
+        return max(1, part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
 
+
+PART_NBYTES: Final = 64 << 20  # bytes of changes of one tensor that are found together
+KEPT_NBYTES: Final = 64 << 20
+"""Bytes of changes from the newest version to keep; to find more of them again takes no memory."""
 
 _SAME_STORE: Final = (
     "every rank must reach the same store: share a folder between hosts, or use a bucket"
@@ -610,12 +622,15 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
         states = collective.all_gather(session.snapshot.state, StateDigest)
     if sum(states, StateDigest()) == head.state:
         return
+    with ExitStack() as reading:
+        _catch_up(session, head, reading, step)
+
+
+def _catch_up(session: Session, head: Committed, reading: ExitStack, step: int | None) -> None:
     with Collective(session.ranks, "difference") as collective:
-        diff = _difference(session, head)
+        diff, nbytes = _difference(session, head, reading)
         mine = RankDifference(session.snapshot.state)
         if diff is not None:
-            estimate = session.encoding.estimate
-            nbytes = sum(estimate(one.spec, one.changes) for one in diff.by_tensor)
             mine = RankDifference(session.snapshot.state, diff.digest, nbytes)
         found = collective.all_gather(mine, RankDifference)
     nbytes = sum(one.nbytes for one in found)
@@ -639,39 +654,84 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
     return True
 
 
-def _difference(session: Session, head: Committed) -> Diff | None:
+def _difference(session: Session, head: Committed, reading: ExitStack) -> tuple[Diff | None, int]:
+    """Find what changed since the newest version, and estimate its size.
+
+    The version is read until ``reading`` is left.
+    """
     chain, config = session.writer.chain, session.config
+    kept, estimate = list[CheckpointChanges](), session.encoding.estimate
+    held = nnz = nbytes = 0
+    digest = StateDigest()
     try:
         plan = chain.plan(None, head)
-        room = Path(tempfile.gettempdir())
-        with fetching(chain, plan, base=config.base, hold=False, room=room) as fetched:
-            changes = dict(_compare(fetched, session.source, session.snapshot))
+        room = scratch()
+        fetched = reading.enter_context(
+            fetching(chain, plan, base=config.base, hold=False, room=room)
+        )
+        find = partial(_changes, fetched, session.source, session.snapshot)
+        for one in find():
+            digest, nnz = digest + one.digest, nnz + one.changes.indices.size
+            held, nbytes = held + one.nbytes, nbytes + estimate(one.spec, one.changes)
+            if held <= KEPT_NBYTES:
+                kept.append(one)
+            else:
+                kept.clear()
     except UNREADABLE as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
-        return None
-    return map_changes(changes, session.source.weights)
+        return None, 0
+    return Diff({}, kept if held <= KEPT_NBYTES else _Again(find), digest, nnz), nbytes
 
 
-def _compare(
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Changes that are found again by each loop over them."""
+
+    find: Callable[[], Iterator[CheckpointChanges]]
+
+    def __iter__(self) -> Iterator[CheckpointChanges]:
+        return self.find()
+
+
+def _changes(
     fetched: Fetched, source: ModelTensors, snapshot: Snapshot
-) -> Iterator[tuple[str, Changes]]:
-    """Yield what changed of each tensor, compared a window at a time."""
-    for weight in source.weights:
-        bits, found = snapshot.bits(weight), list[Changes]()
-        values, read = bits, ""
-        for window in weight.element_map.windows(WINDOW_NUMEL):
-            name, places = window.spec.name, window.indices
-            if name != read:
-                delta = fetched.read(name)
-                if not delta.is_dense:
-                    raise errors.BrokenChainError(f"{name}: the chain has not the whole tensor")
-                values, read = delta.values, name
-            there = slice(places.start, places.stop) if isinstance(places, range) else places
-            at, then = window.select, np.array(values[there])
-            one = host.diff_(then, bits[at])
-            whole = one.indices + at.start if isinstance(at, slice) else at[one.indices]
-            found += [one._replace(indices=whole)] if whole.size else []
-        if found:
-            indices, old, new = map(np.concatenate, zip(*found, strict=True))
-            order = np.argsort(indices, kind="stable")  # of a fused weight, windows interleave
-            yield weight.spec.name, Changes(indices[order], old[order], new[order])
+) -> Iterator[CheckpointChanges]:
+    """Yield what changed of each tensor, compared a window at a time; many changes in parts."""
+    with Pool(cores(), "deltachain-compare") as pool:
+        for weight in source.weights:
+            found, nbytes, parts = list[Changes](), 0, 0
+            compare = partial(_compare, fetched, snapshot.reader(weight))
+            windows = weight.element_map.windows(FILE_NUMEL)
+            for one in pool.ordered(compare, windows, ahead=2 * cores(), small=_is_small):
+                if found and nbytes > PART_NBYTES:
+                    yield from _mapped(weight, found, is_part=True)
+                    found, nbytes, parts = [], 0, parts + 1
+                found += [one] if one.indices.size else []
+                nbytes += sum(array.nbytes for array in one)
+            if found:
+                yield from _mapped(weight, found, is_part=parts > 0)
+
+
+def _mapped(
+    weight: Weight, found: Sequence[Changes], *, is_part: bool
+) -> Iterator[CheckpointChanges]:
+    indices, old, new = map(np.concatenate, zip(*found, strict=True))
+    if weight.element_map.axes is not None:  # windows interleave
+        order = np.argsort(indices, kind="stable")
+        indices, old, new = indices[order], old[order], new[order]
+    live = {weight.spec.name: Changes(indices, old, new)}
+    return (one._replace(is_part=is_part) for one in map_changes(live, [weight]).by_tensor)
+
+
+def _is_small(window: AdjacentRuns) -> bool:
+    return len(window.indices) < SMALL_NUMEL
+
+
+def _compare(fetched: Fetched, read: Callable[[Selection], Bits], window: AdjacentRuns) -> Changes:
+    at, places = window.select, window.indices
+    low, high = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    values = fetched.tensor_plan(window.spec.name).read(low, high).within(low, high).values
+    then = values if isinstance(places, range) else values[places - low]
+    one = host.diff_(np.array(then), read(at))
+    whole = one.indices + at.start if isinstance(at, slice) else at[one.indices]
+    return one._replace(indices=whole)

@@ -8,10 +8,11 @@ other devices are copied to the host for each diff.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from deltachain.kernels import host, threaded, torch_kernels
 from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_tensor
+from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_scale, refuse_tensor
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to
 from deltachain.publish.wire_form import Diff, digest_window, map_changes
 from deltachain.threads import Pool, cores
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 WINDOW_NUMEL: Final = 1 << 20
 """Elements copied and digested at a time by each thread: few enough to stay in cache."""
+
+FILE_NUMEL: Final = 4 * WINDOW_NUMEL
+"""Elements of a file that are read, digested and compared at a time."""
 
 SMALL_NUMEL: Final = WINDOW_NUMEL // 8
 """Elements of a weight below which no thread is worth its start."""
@@ -175,8 +179,7 @@ def wire_bits(weight: Weight) -> Bits:
 
 
 def _bits_there(weight: Weight) -> Tensor:
-    live = weight.tensor if weight.file is None else weight.file()
-    return torch_kernels.bits_of(cast_to(weight.spec.dtype, live.detach()))
+    return torch_kernels.bits_of(cast_to(weight.spec.dtype, weight.tensor.detach()))
 
 
 def _unsigned(bits: Tensor) -> Bits:
@@ -246,7 +249,7 @@ class Snapshot:
             ahead = 1 if source.one_by_one else 4 * cores()
             windows = self._windows(slabs)
             for weight, window, digest in pool.ordered(
-                _fill, windows, ahead=ahead, small=lambda one: one.bits.size < SMALL_NUMEL
+                _fill, windows, ahead=ahead, small=lambda one: len(one.window.indices) < SMALL_NUMEL
             ):
                 self.state += digest
                 name = weight.spec.name
@@ -274,8 +277,17 @@ class Snapshot:
         kept = self._kept.get(weight.spec.name)
         if kept is not None:
             return _on_host(kept)
-        frozen = self._frozen[weight.spec.name].weight
-        return wire_bits(_copied(frozen) if frozen.file is None else frozen)
+        if weight.spec.name in self._files:
+            return self.reader(weight)(slice(0, weight.spec.numel))
+        return wire_bits(_copied(self._frozen[weight.spec.name].weight))
+
+    def reader(self, weight: Weight) -> Callable[[Any], Bits]:
+        """Return a function of a selection of one weight's last published flat bits.
+
+        It selects slices only of a weight in a file, of which it reads no more.
+        """
+        file = self._files.get(weight.spec.name)
+        return self.bits(weight).__getitem__ if file is None else partial(_of_file, file)
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
         """Return the state digest of a window, if it is whole and has not changed yet."""
@@ -298,7 +310,8 @@ class Snapshot:
             return
         bits = wire_bits(weight)
         windows = weight.element_map.windows(WINDOW_NUMEL)
-        if sum((digest_window(one, bits) for one in windows), StateDigest()) != known.digest:
+        digests = (digest_window(one, bits[one.select]) for one in windows)
+        if sum(digests, StateDigest()) != known.digest:
             raise UnsupportedModelError(
                 f"{weight.spec.name!r} did not require a gradient when the publisher was attached, "
                 "and was changed since",
@@ -346,8 +359,13 @@ class Snapshot:
             _write_(self._kept[name], changes.indices, changes.old)
 
     def _windows(self, slabs: Slabs) -> Iterator[_Window]:
-        for weight in self._source.live_weights():
-            live = None
+        is_checkpoint = len(self._files) == len(self._source.weights)
+        for weight in self._files.values() if is_checkpoint else self._source.live_weights():
+            live, bits = None, np.empty(0, weight.spec.bits_dtype)
+            if weight.file is not None:
+                windows = weight.element_map.windows(FILE_NUMEL)
+                yield from (_Window(weight, window, bits, None) for window in windows)
+                continue
             if weight.frozen:
                 bits = wire_bits(weight)
             else:
@@ -435,9 +453,20 @@ def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
 
 def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
     """Copy a window into the snapshot if it is not there; return it with its state digest."""
+    select = one.window.select
+    if one.weight.file is not None:
+        return one.weight, one.window, digest_window(one.window, _of_file(one.weight, select))
     if one.live is not None:
-        one.bits[one.window.select] = one.live[one.window.select]
-    return one.weight, one.window, digest_window(one.window, one.bits)
+        one.bits[select] = one.live[select]
+    return one.weight, one.window, digest_window(one.window, one.bits[select])
+
+
+def _of_file(weight: Weight, select: Any) -> Bits:  # noqa: ANN401 - a slice
+    if weight.file is None:
+        raise AssertionError(f"{weight.spec.name} is in no file")
+    values = weight.file(select.start, select.stop)
+    refuse_scale(weight.spec, values)
+    return _unsigned(torch_kernels.bits_of(values))
 
 
 def _on_host(kept: Kept) -> Bits:

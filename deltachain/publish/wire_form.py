@@ -1,11 +1,9 @@
 """Wire form of a changed tensor: its changes, a window, or all its bits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.codec import Change
@@ -30,6 +28,11 @@ class CheckpointChanges(NamedTuple):
     spec: TensorSpec
     changes: Changes
     digest: StateDigest
+    is_part: bool = False  # whether others may have more changes of the tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,12 @@ class Diff:
     """Changed elements of the weights of a rank, mapped to the checkpoint and digested once."""
 
     live: Mapping[str, Changes]
-    by_tensor: tuple[CheckpointChanges, ...]
+    by_tensor: Iterable[CheckpointChanges]
     digest: StateDigest
-
-    @property
-    def nnz(self) -> int:
-        return sum(changes.indices.size for changes in self.live.values())
+    nnz: int
 
 
-NO_CHANGES = Diff({}, (), StateDigest())
+NO_CHANGES = Diff({}, (), StateDigest(), 0)
 
 
 def map_changes(live: Mapping[str, Changes], weights: "Sequence[Weight]") -> Diff:
@@ -57,7 +57,8 @@ def map_changes(live: Mapping[str, Changes], weights: "Sequence[Weight]") -> Dif
         for spec, select, indices in weight.element_map.split(found.indices):
             changes = Changes(indices, found.old[select], found.new[select])
             mapped.append(CheckpointChanges(weight, spec, changes, digest_change(spec, *changes)))
-    return Diff(live, tuple(mapped), sum((one.digest for one in mapped), StateDigest()))
+    nnz = sum(changes.indices.size for changes in live.values())
+    return Diff(live, tuple(mapped), sum((one.digest for one in mapped), StateDigest()), nnz)
 
 
 def sparse_change(
@@ -105,20 +106,18 @@ def dense_change(spec: TensorSpec, bits: Bits) -> Change:
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
-def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    key, mine = digest_key(window.spec), bits[window.select]
+def digest_window(window: AdjacentRuns, mine: Bits) -> StateDigest:
+    key = digest_key(window.spec)
     if isinstance(window.indices, range):
         return threaded.digest(key, mine, window.indices.start)
     return host.digest_at(key, window.indices, mine)
 
 
-def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:
+def window_change(window: AdjacentRuns, mine: Bits, digest: StateDigest | None = None) -> Change:
     spec, indices = window.spec, window.indices
-    digest = digest_window(window, bits) if digest is None else digest
+    digest = digest_window(window, mine) if digest is None else digest
     if isinstance(indices, range):
-        if len(indices) == spec.numel:
-            return Change(TensorDelta.dense(spec, bits[window.select]), digest)
-        indices = np.arange(indices.start, indices.stop)
-    mine = bits[window.select]
+        run = TensorDelta.run(spec, indices.start, mine)
+        return Change(run, digest, windows=not run.is_dense)
     delta = TensorDelta(spec=spec, indices=indices, values=mine, absolute=ABSOLUTE)
     return Change(delta, digest, windows=True)

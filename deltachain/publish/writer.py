@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from deltachain import errors
 from deltachain.chain import identity
 from deltachain.chain.chain import Chain, Committed, check_signing_key
-from deltachain.chain.fetch import fetch
+from deltachain.chain.fetch import fetching, scratch
 from deltachain.chain.manifests import read_hint
 from deltachain.chain.plan import KnownEdges, Replay, edge_id
 from deltachain.chain.trust import Trust
@@ -208,7 +208,9 @@ def _why_another(
     chain = Chain(store, supposed, table, trust=trust)
     try:
         committed = chain.read(newest.version)
-        state = fetch(chain, chain.plan(None, committed), base=base).state()
+        plan = chain.plan(None, committed)
+        with fetching(chain, plan, base=base, hold=False, room=scratch()) as fetched:
+            state = fetched.state()
     except UNREADABLE as exc:
         return (
             f"{keys.TABLE_KEY} is gone too, and version {newest.version} cannot be rebuilt: {exc}"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import Part
 from deltachain.codec.columns import RowColumns
 from deltachain.codec.container import in_bits
@@ -30,7 +31,6 @@ from deltachain.subscribe.targets.base import StagedWrite
 from deltachain.types import TensorSpec
 
 from .placements import HolderKey, Placement
-from .spool_reader import TensorPlan
 
 Numbers = npt.NDArray[np.int64]
 Chosen: TypeAlias = "slice | npt.NDArray[np.bool_]"

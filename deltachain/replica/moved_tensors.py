@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels.protocol import same_bits
 from deltachain.kernels.torch_kernels import bits_of
@@ -22,7 +23,7 @@ from .batches import GroupPlan
 from .engine import EngineModel
 from .layout.loaded_checkpoint import LoadedCheckpoint
 from .layout.module_members import bytes_of
-from .spool_reader import TensorPlan, host_bits
+from .spool_reader import host_bits
 from .staged import Share
 
 # Engines tie tensors by their values, such as a head that equals the embedding. The decision is

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain import errors
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, staging, torch_kernels
@@ -54,7 +55,7 @@ from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
 from .placements import HolderKey, Placement, Window
 from .settings import RankSettings
 from .spool import Spool
-from .spool_reader import SpoolReader, TensorPlan
+from .spool_reader import SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
 
 

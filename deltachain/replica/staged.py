@@ -9,6 +9,7 @@ from typing import Final, TypeAlias, cast
 
 import numpy as np
 
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.delta import TensorDelta, bits_are_at_fault
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
@@ -19,7 +20,7 @@ from .batches import GroupPlan, LayoutStreams
 from .device_staging import DeviceStager
 from .host_staging import HostStager
 from .placements import HolderKey
-from .spool_reader import TensorPlan, host_bits
+from .spool_reader import host_bits
 
 Effects: TypeAlias = dict[HolderKey, Effect]
 """Effects of a stage on the state digest, by holders."""

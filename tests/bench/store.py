@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload
 from deltachain.errors import ConfigError, StoreError
@@ -34,6 +33,7 @@ from deltachain.types import StateDigest, TensorSpec
 from tests.bench import report
 from tests.bench.chains import bf16_bits
 from tests.bench.report import Candidate, Timings, round_robin, say
+from tests.support.fetch import fetch
 
 PIECE: Final = 16 << 20
 THREADS: Final = 8

@@ -168,6 +168,9 @@ def mirror(url: str, destination: str, do: Any, nth: int) -> None:
 def die_in(module: str, name: str, nth: int, when: str) -> None:
     """Let the n-th call of a function be the last thing that this process does."""
     home: Any = importlib.import_module(module)
+    while "." in name:
+        inner, name = name.split(".", 1)
+        home = getattr(home, inner)
     original, calls = getattr(home, name), 0
 
     def deadly(*args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ from tests.support.models import (
 
 pytestmark = pytest.mark.full
 
-FOLDER = "deltachain.subscribe.targets.folder"
+FILEBITS = "deltachain.filebits"
 CHECKPOINT = "deltachain.checkpoint"
 TARGET = "deltachain.subscribe.targets.base"
 
@@ -66,7 +66,7 @@ def prove(url: str, kind: str, folder: Path, *, holds: int | None, truth: list[S
 
 
 def folder_kill(point: str, nth: int, when: str, holds: int | None, name: str, first: int) -> Any:
-    module = FOLDER if point == "write" else CHECKPOINT
+    module = FILEBITS if point == "FileBits.put" else CHECKPOINT
     return pytest.param([*range(first, 3)], [module, point, nth, when], holds, id=name)
 
 
@@ -77,10 +77,10 @@ def folder_kill(point: str, nth: int, when: str, holds: int | None, name: str, f
         folder_kill("write_atomic", 1, "after", 1, "before-the-seal", 1),
         folder_kill("write_atomic", 2, "before", 1, "while-sealing", 1),
         folder_kill("write_atomic", 2, "after", 2, "after-the-seal", 1),
-        folder_kill("write", 3, "before", 2, "while-writing", 1),
+        folder_kill("FileBits.put", 3, "before", 2, "while-writing", 1),
         folder_kill("write_atomic", 3, "before", 2, "before-it-is-remembered", 1),
         folder_kill("write_atomic", 3, "after", 2, "before-the-journal-is-cleared", 1),
-        folder_kill("write", 3, "before", None, "while-filling", 2),
+        folder_kill("FileBits.put", 3, "before", None, "while-filling", 2),
         folder_kill("write_atomic", 1, "after", None, "before-the-weights-appear", 2),
         folder_kill("sync_folder", 2, "before", 2, "after-the-weights-appeared", 2),
     ],

@@ -7,7 +7,6 @@ import pytest
 from safetensors.torch import load_file
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import fetch
 from deltachain.cli.pull import pull
 from deltachain.codec.encode import Change, encode_part
 from deltachain.publish import DeltaChainCallback, PublishConfig
@@ -16,6 +15,7 @@ from deltachain.types import StateDigest
 from examples.demo.model import make_model
 from examples.demo.pretrain import pretrain
 from examples.demo.train import run_grpo
+from tests.support.fetch import fetch
 from tests.unit.publish.library import differing, quantised_state
 
 STEPS = 3

@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan, make_plan
 from deltachain.chain.trust import Trust, TrustedKeys
 from deltachain.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from deltachain.verify import verify
 from tests.format import freeze, stranger, stranger_chain
 from tests.format.forge import take_apart
 from tests.format.stranger import RefusedError
+from tests.support.fetch import fetch
 
 EXPECTED: dict[str, Any] = json.loads((freeze.FOLDER / "expected.json").read_bytes())
 TILES: dict[str, Any] = json.loads((freeze.FOLDER / "max" / "expected.json").read_bytes())

@@ -16,7 +16,6 @@ from msgspec import structs
 from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.delta import OldBits, TensorDelta, changes, fold
@@ -50,6 +49,7 @@ from tests.format.freeze import absolute, as_max, chain, dense, parts, step, sto
 from tests.format.test_stranger import part_of as max_part
 from tests.hostile.corpus import CORPUS
 from tests.hostile.scene import Scene
+from tests.support.fetch import fetch
 
 Target = Callable[[bytes], None]
 

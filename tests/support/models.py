@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
@@ -24,6 +23,7 @@ from deltachain.format.keys import digest_key, object_digest
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 from tests.contract import reference
+from tests.support.fetch import fetch
 
 State: TypeAlias = Mapping[str, Bits]
 """Flat unsigned bits of every tensor, by checkpoint name."""

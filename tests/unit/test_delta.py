@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from deltachain import threads as slab
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import fetch
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, changes, density, fold, fold_all
 from deltachain.disjoint_sets import join_sets
@@ -21,6 +20,7 @@ from deltachain.store import MemoryStore
 from deltachain.types import Bits, Indices, TensorSpec
 from deltachain.verify import verify
 from tests.contract import reference
+from tests.support.fetch import fetch
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])

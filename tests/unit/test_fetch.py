@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from deltachain.chain import fetch as fetch_module
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
+from deltachain.chain.fetch import Arrival, fetching, open_base
 from deltachain.codec import Part
 from deltachain.codec.frames import FRAME
 from deltachain.control.announce import Fleet
@@ -41,6 +41,7 @@ from deltachain.subscribe import Subscriber
 from deltachain.threads import Pool
 from tests.support.engine import Sharding
 from tests.support.faults import Fault, FaultyStore
+from tests.support.fetch import fetch
 from tests.support.models import (
     TinyModel,
     bits_of,

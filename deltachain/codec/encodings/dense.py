@@ -1,5 +1,6 @@
 """Encodings of new bits without gaps: ``dense`` in byte planes, ``raw`` and ``plain`` as arrays."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -42,7 +43,9 @@ class PlainEncoding(Encoding):
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec = tensor.spec
-        return TensorDelta.dense(spec, tensor.array(spec.name).view(spec.bits_dtype))
+        low, high = tensor.near or (0, spec.numel)
+        data = tensor.array(spec.name, low * spec.itemsize, high * spec.itemsize)
+        return TensorDelta.run(spec, low, data.view(spec.bits_dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,17 @@ class RawEncoding(Encoding):
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec = tensor.spec
-        indices = tensor.array(f"{spec.name}.indices").view(_little_endian(spec))
-        values = tensor.array(f"{spec.name}.values").view(spec.bits_dtype)
+        name, kind, first, last = f"{spec.name}.indices", _little_endian(spec), 0, tensor.row.nnz
+        if tensor.near is not None:
+
+            def index(number: int) -> int:
+                at = number * kind.itemsize
+                return int(tensor.array(name, at, at + kind.itemsize).view(kind)[0])
+
+            first, last = (bisect_left(range(last), end, key=index) for end in tensor.near)
+        indices = tensor.array(name, first * kind.itemsize, last * kind.itemsize).view(kind)
+        ends = (at * spec.itemsize for at in (first, last))
+        values = tensor.array(f"{spec.name}.values", *ends).view(spec.bits_dtype)
         wide = indices.astype(np.int64)
         return TensorDelta(spec=spec, indices=wide, values=values, absolute=ABSOLUTE)
 
@@ -139,7 +151,7 @@ class DenseEncoding(Encoding):
 def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
     """Yield start and stop of each run of consecutive elements."""
     if delta.indices is None:
-        yield 0, delta.spec.numel
+        yield delta.start, delta.start + delta.nnz
     elif delta.nnz:
         cuts = np.flatnonzero(np.diff(delta.indices) != 1) + 1
         for run in np.split(delta.indices, cuts):

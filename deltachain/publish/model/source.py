@@ -37,7 +37,8 @@ class Weight:
     element_map: ElementMap
     is_buffer: bool = False  # its values may differ between ranks
     writes: int = 0  # in place, so far
-    file: Callable[[], Tensor] | None = None
+    file: Callable[[int, int], Tensor] | None = None
+    """Reads the flat elements ``[low, high)`` of a frozen weight in a file."""
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> "Weight":

@@ -221,7 +221,7 @@ class LoadedCheckpoint:
 
     def bits(self, name: str, most: int | None = None) -> npt.NDArray[Any]:
         """Return the bits of a tensor in new memory, or of its first elements."""
-        return self.checkpoint.bits(self.names[name][0], most)
+        return self.checkpoint.bits(self.names[name][0], high=most)
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))

@@ -30,23 +30,17 @@ from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import chain_around
 from deltachain.checkpoint import LIBRARY, differing_fields, fields
 from deltachain.codec import Change, Part, encode_part
-from deltachain.delta import ABSOLUTE, TensorDelta
+from deltachain.delta import ABSOLUTE, PIECE_NBYTES, OldBits, Piece, TensorDelta, pieces
 from deltachain.disk_space import check_room, fill_holes, hint_for, reserve
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
-from deltachain.kernels.protocol import same_bits
+from deltachain.kernels.protocol import move, same_bits
 from deltachain.remote_code import bare, without_remote_code
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
-from deltachain.subscribe.targets.tensor_patch import (
-    Patch,
-    WholeTensor,
-    prepare,
-    state_of,
-    sum_states,
-)
+from deltachain.subscribe.targets.tensor_patch import Patch, sum_states
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, Version, check_spec
 
@@ -55,7 +49,10 @@ from deltachain.types import Bits, StateDigest, TensorSpec, Version, check_spec
 
 FOLDER: Final = ".deltachain-journal"
 SEAL: Final = "seal.json"
-PART_NBYTES: Final = 256 << 20  # bounds the memory used to write the journal
+PART_NBYTES: Final = 64 << 20  # bounds the memory used to write the journal
+BUDGET: Final = 64 << 20
+"""Bytes of staged bits to keep where none are undone: others are decoded again, which costs less
+than to write them."""
 
 
 class Seal(Document, frozen=True, kw_only=True):
@@ -92,7 +89,8 @@ class Journal:
             if actual != ref.blake3:
                 key = str(self._folder / ref.key)
                 raise errors.DigestMismatchError(key, expected=ref.blake3, actual=actual, key=key)
-            yield from Part.from_bytes(data, key=ref.key)
+            part = Part.from_bytes(data, key=ref.key)
+            yield from (part.read(name, (0, row.spec.numel)) for name, row in part.rows.items())
 
     def clear(self) -> None:
         if self._folder.is_symlink():
@@ -100,8 +98,8 @@ class Journal:
         (self._folder / SEAL).unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _put(self, number: int, group: list[Patch]) -> ObjectRef:
-        part = encode_part(Change(_absolute(patch), StateDigest()) for patch in group)
+    def _put(self, number: int, group: list[list[Patch]]) -> ObjectRef:
+        part = encode_part(Change(_absolute(windows), StateDigest()) for windows in group)
         name = f"{number:05d}.safetensors"
         checkpoints.write_atomic(self._folder / name, part.content)
         return ObjectRef(
@@ -109,25 +107,37 @@ class Journal:
         )
 
 
-def _groups(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
-    group: list[Patch] = []
+def _groups(patches: Iterable[Patch]) -> Iterator[list[list[Patch]]]:
+    """Yield the patches of each part by tensor: windows that are consecutive, or all sparse."""
+    group: list[list[Patch]] = []
     nbytes = 0
     for patch in patches:
-        if group and nbytes + patch.nbytes > PART_NBYTES:
+        size = patch.without_old().nbytes
+        same = bool(group) and group[-1][0].spec.name == patch.spec.name
+        if group and (nbytes + size > PART_NBYTES or (same and not _follows(patch, group[-1][-1]))):
             yield group
-            group, nbytes = [], 0
-        group.append(patch)
-        nbytes += patch.nbytes
+            group, nbytes, same = [], 0, False
+        if same:
+            group[-1].append(patch)
+        else:
+            group.append([patch])
+        nbytes += size
     if group:
         yield group
 
 
-def _absolute(patch: Patch) -> TensorDelta:
-    new = np.asarray(patch.new)
-    if patch.indices is None:
-        return TensorDelta.dense(patch.spec, new)
-    indices = np.asarray(patch.indices)
-    return TensorDelta(spec=patch.spec, indices=indices, values=new, absolute=ABSOLUTE)
+def _follows(patch: Patch, before: Patch) -> bool:
+    if patch.indices is None or before.indices is None:
+        return patch.indices is before.indices and patch.start == before.start + before.nnz
+    return True
+
+
+def _absolute(windows: list[Patch]) -> TensorDelta:
+    spec, new = windows[0].spec, np.concatenate([np.asarray(patch.new) for patch in windows])
+    if windows[0].indices is None:
+        return TensorDelta.run(spec, windows[0].start, new)
+    indices = np.concatenate([np.asarray(patch.indices) for patch in windows])
+    return TensorDelta(spec=spec, indices=indices, values=new, absolute=ABSOLUTE)
 
 
 Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]  # inode, bytes, ns
@@ -255,19 +265,20 @@ class NewWeights:
             self._starts = checkpoints.begin(self._partial, specs.values())
 
     def write(self, patch: Patch) -> Patch:
-        """Write all bits of a tensor, and return its patch without memory for them.
+        """Write all bits of a window, and return its patch without memory for them.
 
         Room is taken for what was decoded, not for what a chain says that it has.
         """
         start = self._starts[patch.spec.name]
+        at = start + patch.start * patch.spec.itemsize
         with self._checking:
             if not self._has_room:
                 check_room(self._file.parent, self._nbytes)
                 self._has_room = True
             with unwritten(self._file.parent, self._version):  # one at a time: it may truncate
-                reserve(self._partial, patch.spec.nbytes, start)
+                reserve(self._partial, patch.new.nbytes, at)
         with unwritten(self._file.parent, self._version):
-            write(FileBits(self._partial, start, patch.spec), patch)
+            FileBits(self._partial, start, patch.spec).put(None, np.asarray(patch.new), patch.start)
         new = np.broadcast_to(np.zeros(1, patch.spec.bits_dtype), patch.new.shape)
         return replace(patch, new=new)
 
@@ -294,6 +305,8 @@ class FolderTarget(PatchedTarget):
     The first swap creates the weights of a folder without any, and must then write every tensor.
     Files other than weights are left alone.
     """
+
+    piece_nbytes = PIECE_NBYTES
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.room = folder
@@ -339,7 +352,7 @@ class FolderTarget(PatchedTarget):
             self._map_if_altered()
             if not self._live:
                 return None
-            return sum_states(self.ordered(pool, self._state_of, self._specs))
+            return sum_states(self.ordered(pool, self._state_of, pieces(self._specs.values())))
 
     def is_altered(self) -> bool:
         with explained(self.folder):
@@ -363,11 +376,15 @@ class FolderTarget(PatchedTarget):
         self._stamps = stamps
         return True
 
-    def _state_of(self, name: str) -> StateDigest | None:
-        live = self._live[name]
-        if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
-            return None
-        return state_of(self._specs[name], WholeTensor(live[0].bits))
+    def _state_of(self, piece: Piece) -> StateDigest | None:
+        first, *others = self._live[piece.spec.name]
+        key, total = digest_key(piece.spec), StateDigest()
+        for _, low, high in piece.windows():
+            bits = first.read(low, high)
+            if any(not same_bits(bits, other.read(low, high)) for other in others):
+                return None
+            total += host.digest(key, bits, low)
+        return total
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
@@ -383,7 +400,7 @@ class FolderTarget(PatchedTarget):
     def _stage_new(
         self, fetched: Fetched, base: StateDigest | None, state: StateDigest
     ) -> "Written":
-        """Decode into a new weights file, with one tensor a core in memory."""
+        """Decode into a new weights file."""
         file = self.folder / checkpoints.weights_file(self._specs, self.assets)
         new = NewWeights(file, fetched.plan.edges[-1].version)
         self._new.add(new)
@@ -420,27 +437,36 @@ class FolderTarget(PatchedTarget):
         self._wrote(made)
         return time.perf_counter() - start
 
-    def bits(self, name: str) -> Bits:
-        with explained(self.folder):
-            return self._live[name][0].bits
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+        """Compute patches; of dense deltas only, without old bits, if there are no weights yet."""
+        live = self._live.get(piece.spec.name)
 
-    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
-        """Compute a patch; of a dense delta only, without old bits, if there are no weights yet."""
-        live = self._live.get(delta.spec.name)
-        if live is None:
-            written = host.digest(digest_key(delta.spec), delta.values)
-            return Patch(
-                spec=delta.spec,
-                indices=None,
-                old=None,
-                new=delta.values,
-                change=StateDigest(),
-                written=written,
+        def bits(low: int, high: int) -> Bits:
+            with explained(self.folder):
+                return live[0].read(low, high) if live else np.empty(0, piece.spec.bits_dtype)
+
+        def old(low: int, high: int) -> OldBits:
+            return OldBits(bits(low, high), low)
+
+        plan = fetched.tensor_plan(piece.spec.name)
+        for (spec, low, high), delta in plan.windows(piece, old if live else None):
+            if not delta.nnz:
+                continue
+            moved = move(bits(low, high), delta, low)
+            change, is_dense = moved.change, delta.indices is None
+            if is_dense:
+                change = StateDigest()
+                if live and base_too:
+                    change = moved.added - host.digest(digest_key(spec), moved.old, delta.start)
+            yield Patch(
+                spec=spec,
+                indices=delta.indices,
+                old=moved.old if live else None,
+                new=moved.new,
+                change=change,
+                written=moved.added if is_dense else StateDigest(),
+                start=delta.start,
             )
-        with explained(self.folder):
-            near = delta.indices
-            bits = live[0].bits if near is None else live[0].bits_near(near)
-            return prepare(WholeTensor(bits), delta, base_too=base_too)
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         try:
@@ -488,11 +514,10 @@ class FolderTarget(PatchedTarget):
         """Write the journal into the files, then record the version, then remove the journal."""
         self._remember(seal.held.chain, None)
         for delta in self._journal.read(seal):
-            if self._specs.get(delta.spec.name) != delta.spec:
+            if self._specs.get(delta.spec.name) != delta.spec or not delta.absolute.all():
                 raise errors.MalformedError(f"{self.folder}: its journal is of another model")
-            patch = self.prepare(delta)
             for place in self._live.get(delta.spec.name, ()):
-                write(place, patch)
+                place.put(delta.indices, delta.values, delta.start)
         for file in self._files():
             checkpoints.sync(file)
         self._remember(seal.held.chain, seal.held)
@@ -545,11 +570,6 @@ class FolderTarget(PatchedTarget):
         for name in names:
             check_spec(name, checkpoint.specs[name], self.folder, spec)
             yield FileBits(*checkpoint.place(name), spec)
-
-
-def write(place: FileBits, patch: Patch) -> None:
-    indices = None if patch.indices is None else np.asarray(patch.indices)
-    place.put(indices, np.asarray(patch.new))
 
 
 def _is_shared(file: Path) -> bool:

@@ -1,9 +1,10 @@
 """Targets in this process, which stage one patch per tensor."""
 
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Final, TypeVar
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec.rows import changes_of
-from deltachain.delta import TensorDelta
-from deltachain.errors import BrokenChainError
+from deltachain.delta import Piece, pieces
 from deltachain.subscribe.proof import Cause, Effect, check_effect, check_whole
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.threads import Pool, cores
-from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain.types import StateDigest, TensorSpec
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ _DAMAGED: Final = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches(Prepared):
     patches: tuple[Patch, ...]
-    deferred: tuple[str, ...]  # tensors beyond the budget, decoded again while they are written
+    deferred: tuple[Piece, ...]  # beyond the budget, decoded again while they are written
     fetched: Fetched | None
     nnz: int
     base_too: bool  # whether the overwritten bits are proven as well
@@ -46,7 +46,7 @@ class Patches(Prepared):
 
     def undo(self) -> "Patches":
         if self.deferred:
-            raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
+            raise ValueError(f"{self.deferred[0].spec.name}: the old bits were not kept")
         undone = tuple(patch.undo() for patch in self.patches)
         return replace(self, patches=undone, fetched=None)
 
@@ -55,16 +55,15 @@ class PatchedTarget(Target, ABC):
     room: Path | None = None
     """Folder for large objects on their way, which are held in memory without one."""
 
-    @abstractmethod
-    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
-        """Compute the patch of a delta, which it may write into, from live bits; thread-safe.
+    piece_nbytes: int = sys.maxsize
+    """Most bytes of a piece of a tensor."""
 
-        ``base_too``: whether to compute the digest of old bits that a dense delta replaces.
+    @abstractmethod
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+        """Compute the patches of a piece from live bits; thread-safe.
+
+        ``base_too``: whether to compute the digest of old bits that dense deltas replace.
         """
-
-    @abstractmethod
-    def bits(self, name: str) -> Bits:
-        """Return all bits of a tensor as they are now, on the host; the caller does not write."""
 
     @abstractmethod
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
@@ -90,24 +89,27 @@ class PatchedTarget(Target, ABC):
     ) -> Patches:
         """Stage a plan; ``keep`` returns what is to be kept of a patch, called in threads."""
         patches: list[Patch] = []
-        deferred: list[str] = []
-        effect = Effect()
+        deferred: list[Piece] = []
+        effect, changes = Effect(), _Changes()
         nbytes = 0
 
-        def one(name: str) -> Patch:
-            return keep(self._stage_one(fetched, name, base_too=base is not None))
+        def one(piece: Piece) -> tuple[Piece, list[Patch]]:
+            return piece, [keep(p) for p in self.patches(fetched, piece, base_too=base is not None)]
 
         with Pool(cores(), "deltachain-stage") as pool:
-            for patch in self.ordered(pool, one, fetched.specs, fetched.arriving()):
-                nbytes += patch.nbytes
+            arriving = (fetched.specs[name] for name in fetched.arriving())
+            for piece, found in self.ordered(pool, one, pieces(arriving, self.piece_nbytes)):
+                nbytes += sum(patch.nbytes for patch in found)
                 if nbytes <= budget:
-                    patches.append(patch)
+                    patches += found
                 else:
-                    deferred.append(patch.spec.name)
-                effect += patch.effect
+                    deferred.append(piece)
+                for patch in found:
+                    effect += patch.effect
+                    changes.add(patch)
         check_whole(fetched)
         base_too = check_effect(
-            fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, patches)
+            fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, changes)
         )
         return Patches(
             patches=tuple(patches),
@@ -117,25 +119,14 @@ class PatchedTarget(Target, ABC):
             base_too=base_too,
         )
 
-    def _stage_one(self, fetched: Fetched, name: str, *, base_too: bool) -> Patch:
-        delta = fetched.read(name, partial(self.bits, name))
-        if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
-            raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
-        return self.prepare(delta, base_too=base_too)
-
     @staticmethod
-    def ordered(
-        pool: Pool,
-        function: Callable[[str], _T],
-        specs: Mapping[str, TensorSpec],
-        names: Iterable[str] | None = None,
-    ) -> Iterator[_T]:
-        """Call a function for tensors, large ones in threads; yield the results in order."""
+    def ordered(pool: Pool, function: Callable[[Piece], _T], some: Iterable[Piece]) -> Iterator[_T]:
+        """Call a function for pieces, large ones in threads; yield the results in order."""
         return pool.ordered(
             function,
-            specs if names is None else names,
+            some,
             ahead=2 * cores(),
-            small=lambda name: specs[name].numel < SMALL,
+            small=lambda piece: piece.high - piece.low < SMALL,
         )
 
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
@@ -147,27 +138,44 @@ class PatchedTarget(Target, ABC):
 
     def _all(self, prepared: Patches) -> Iterator[Patch]:
         yield from prepared.patches
-        if prepared.fetched is not None:
-            for name in prepared.deferred:
-                delta = prepared.fetched.read(name, partial(self.bits, name))
-                yield self.prepare(delta, base_too=False).without_old()
+        if (fetched := prepared.fetched) is None:
+            return
+
+        def again(piece: Piece) -> list[Patch]:
+            return [one.without_old() for one in self.patches(fetched, piece, base_too=False)]
+
+        with Pool(cores(), "deltachain-stage") as pool:
+            for found in self.ordered(pool, again, prepared.deferred):
+                yield from found
 
 
-def _suspect(fetched: Fetched, patches: list[Patch]) -> Cause:
+class _Changes:
+    """Changes of the state digest by tensor: by all that sparse patches write, or the new bits."""
+
+    def __init__(self) -> None:
+        self.of = defaultdict[str, StateDigest](StateDigest)
+        self.dense = set[str]()
+
+    def add(self, patch: Patch) -> None:
+        self.of[patch.spec.name] += patch.written if patch.indices is None else patch.change
+        if patch.indices is None:
+            self.dense.add(patch.spec.name)
+
+
+def _suspect(fetched: Fetched, found: _Changes) -> Cause:
     """Name tensors whose change differs from that of their rows, if that can be determined."""
     rows = Counter(row.name for part in fetched.parts for row in part.directory.tensors)
     changes = {
-        patch.spec.name: patch.written if patch.indices is None else patch.change
-        for patch in patches
-        if patch.indices is not None or rows[patch.spec.name] == 1  # then its digest is of new bits
+        name: change
+        for name, change in found.of.items()
+        if name not in found.dense or rows[name] == 1  # then its digest is of new bits
     }
     for names, expected in changes_of([part.directory.tensors for part in fetched.parts]):
         if names <= changes.keys():
             actual = sum((changes[name] for name in names), StateDigest())
             if actual != expected:
-                found = ", ".join(repr(name) for name in fetched.specs if name in names)
-                return Cause(f" (first to differ: {found})")
-    is_sparse = all(patch.indices is not None for patch in patches)
-    if is_sparse and not fetched.from_nothing and rows.keys() <= changes.keys():
+                named = ", ".join(repr(name) for name in fetched.specs if name in names)
+                return Cause(f" (first to differ: {named})")
+    if not found.dense and not fetched.from_nothing and rows.keys() <= changes.keys():
         return Cause(", though each tensor changes as the delta says", _DAMAGED)
     return Cause()

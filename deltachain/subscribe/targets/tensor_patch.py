@@ -180,7 +180,7 @@ PEEK: Final = 4096  # elements that are first searched for two that differ; near
 class Patch:
     spec: TensorSpec
     # (nnz,) int64 positions in the live storage, in any order, which for a whole tensor are its
-    # flat indices; None if every element of the view is written.
+    # flat indices; None if every element of the view is written, or of a file, those from `start`.
     indices: LiveBits | None
     old: LiveBits | None  # bits before; None if they are not kept, or with exchange
     new: LiveBits  # bits after; with exchange, the bits before once the patch is written
@@ -188,6 +188,7 @@ class Patch:
     written: StateDigest = field(default_factory=StateDigest)  # of the new bits if they are all
     exchange: Exchange | None = None  # of new bits with old ones, which needs no copy of these
     back: bool = False  # whether the patch takes the exchange back
+    start: int = 0  # flat index of the first element without indices
 
     @property
     def can_undo(self) -> bool:

@@ -4,7 +4,8 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -14,10 +15,17 @@ from torch import Tensor, nn
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_path
+from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import read_asset
 from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
-from deltachain.delta import TensorDelta
-from deltachain.errors import BaseMismatchError, ConfigError, PartialApplyError, TensorMismatchError
+from deltachain.delta import Piece, TensorDelta, pieces
+from deltachain.errors import (
+    BaseMismatchError,
+    BrokenChainError,
+    ConfigError,
+    PartialApplyError,
+    TensorMismatchError,
+)
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
@@ -160,24 +168,33 @@ class TensorTarget(PatchedTarget):
     def state(self) -> StateDigest | None:
         self._has_moved()
         with Pool(cores()) as pool:
-            return sum_states(self.ordered(pool, self._state_of, self._specs))
+            whole = pieces(self._specs.values(), self.piece_nbytes)
+            return sum_states(self.ordered(pool, self._state_of, whole))
 
-    def _state_of(self, name: str) -> StateDigest | None:
+    def _state_of(self, piece: Piece) -> StateDigest | None:
+        name = piece.spec.name
         live = self._live[name]
         if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
             return None
         return state_of(self._specs[name], live[0])
 
-    def bits(self, name: str) -> Bits:
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+        name = piece.spec.name
+        delta = fetched.read(name, partial(self._bits, name))
+        if fetched.from_nothing and not delta.is_dense:
+            raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
+        yield self.prepare(delta, base_too=base_too)
+
+    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
+        places = self._live[delta.spec.name]
+        return prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
+
+    def _bits(self, name: str) -> Bits:
         live: Any = self._live[name][0].bits
         return live if isinstance(live, np.ndarray) else live.cpu().numpy().view(self._dtype(name))
 
     def _dtype(self, name: str) -> np.dtype[Any]:
         return self._specs[name].bits_dtype
-
-    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
-        places = self._live[delta.spec.name]
-        return prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         if self._has_moved():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltachain.chain.fetch import Fetched
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec import container as d
 from deltachain.codec.container import TensorRow
@@ -204,15 +204,20 @@ def proven(data: bytes, old: dict[str, Bits], new: dict[str, Bits]) -> dict[str,
     """The weights after the proof of an edge of one part."""
     digests = {s.name: kernel_host.digest(digest_key(s), old[s.name]) for s in SPECS}
     specs = {spec.name: spec for spec in SPECS}
-    found = Weights(specs, {n: bits.copy() for n, bits in old.items()}, digests)
+    found, part = Weights(specs), Part.from_bytes(data)
+    found.digests = digests
+    for name, spec in specs.items():
+        found.put(TensorDelta.dense(spec, old[name]))
     edge = SimpleNamespace(record=None, version=1, base=0, kind="delta")
     fetched: Any = SimpleNamespace(
-        plan=SimpleNamespace(edges=[edge]), base=None, names=NAMES, parts=[Part.from_bytes(data)]
+        plan=SimpleNamespace(edges=[edge]),
+        names=NAMES,
+        parts=[part],
+        tensor_plan=lambda name: TensorPlan(specs[name], (part,)),
     )
-    fetched.rows = partial(Fetched.rows, fetched)
     state = sum((kernel_host.digest(digest_key(s), new[s.name]) for s in SPECS), StateDigest())
     found.prove(fetched, state, write=True)
-    return found.bits
+    return {name: found.bits(spec, 0, spec.numel) for name, spec in specs.items()}
 
 
 def test_verification_compares_the_sums() -> None:

@@ -5,7 +5,6 @@ import pytest
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed, is_reachable, plan_present
-from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ConfigError
 from deltachain.format.documents import EdgeKind, EdgeSummary, PrunedRange, PruneRecord, seal
@@ -17,6 +16,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.publish.revert import revert
 from deltachain.types import Version
 from deltachain.verify import verify
+from tests.support.fetch import fetch
 from tests.support.values import present
 from tests.unit.maintain.grown import (
     SPECS,

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from deltachain.chain import tags
 from deltachain.chain.ancestry import SPANS, hops
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import KnownEdges, Plan
 from deltachain.cli.prune import seconds
 from deltachain.errors import ConfigError, DigestMismatchError
@@ -37,6 +36,7 @@ from deltachain.store import FileStore, MemoryStore
 from deltachain.types import StateDigest, Version
 from deltachain.verify import verify
 from tests.support.faults import FaultyStore
+from tests.support.fetch import fetch
 from tests.support.values import present
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import SPECS, Clock, Grown

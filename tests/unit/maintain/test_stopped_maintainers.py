@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.fetch import fetch
 from deltachain.errors import AlreadyExistsError, BrokenChainError
 from deltachain.format.keys import PAYLOADS
 from deltachain.maintain import KeepRule, Pruner
@@ -21,6 +20,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.store import ObjectInfo
 from deltachain.types import Buffer
 from tests.support.faults import FaultyStore
+from tests.support.fetch import fetch
 from tests.unit.maintain.grown import SPECS, Clock, grow_sixty
 
 GRACE_S: Final = 100.0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import Part
 from deltachain.errors import DigestMismatchError, FormatError
 from deltachain.kernels import staging
@@ -20,7 +21,6 @@ from deltachain.replica.placements import Placement
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import object_file
-from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import RankStaged
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.tensor_patch import prepare

@@ -41,11 +41,9 @@ from deltachain.filebits import FileBits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.targets import folder
 from deltachain.subscribe.targets.folder import FOLDER as JOURNAL
 from deltachain.subscribe.targets.folder import LOCK_FILE, SEAL, FolderTarget, Journal
 from deltachain.subscribe.targets.local import Patches
-from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.types import TensorSpec
 from tests.small_disk import run_on_small_disk
 from tests.support.files import write_weights
@@ -365,17 +363,17 @@ def test_fields_of_a_run_are_no_difference(url: str, caplog: pytest.LogCaptureFi
 
 def interrupt(subscriber: Subscriber, *, after: int) -> None:
     """Swap, and lose the disk after some of the writes into the weights."""
-    written, original = 0, folder.write
+    written, original = 0, FileBits.put
 
-    def write(place: FileBits, patch: Patch) -> None:
+    def put(*given: Any) -> None:
         nonlocal written
         written += 1
         if written > after:
             raise OSError(errno.EIO, "the disk is gone")
-        original(place, patch)
+        original(*given)
 
     with (
-        mock.patch.object(folder, "write", write),
+        mock.patch.object(FileBits, "put", put),
         pytest.raises(PoisonedError, match="stopped in the middle") as caught,
     ):
         subscriber.update()
@@ -474,7 +472,7 @@ def test_a_journal_without_a_seal_never_was(run: Run, subscriber: Subscriber) ->
 
 def test_a_disk_that_is_still_gone_keeps_the_journal(run: Run, subscriber: Subscriber) -> None:
     interrupt(subscriber, after=1)
-    gone = mock.patch.object(folder, "write", side_effect=OSError(errno.EIO, "the disk is gone"))
+    gone = mock.patch.object(FileBits, "put", side_effect=OSError(errno.EIO, "the disk is gone"))
     with gone, pytest.raises(PoisonedError):
         run.join(run.mirror)
     assert run.subscribe(run.mirror).update() is None
