@@ -6,7 +6,8 @@ the bits of that version in the chain. Without a way to these bits, it writes a 
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -14,8 +15,9 @@ import numpy as np
 
 from deltachain import errors
 from deltachain.bridges.dialect import Change, Dialect, Model, Objects
+from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import sync_folder
-from deltachain.delta import TensorDelta
+from deltachain.delta import Piece
 from deltachain.format.documents import Struct, decode
 from deltachain.remote_code import without_remote_code
 from deltachain.store import FileStore, Store
@@ -65,8 +67,10 @@ class HostCopy(PatchedTarget):
             return None
         return sum((state_of(self.specs[n], one) for n, one in self.live.items()), StateDigest())
 
-    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
-        return prepare(self.live[delta.spec.name], delta, base_too=base_too)
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+        name = piece.spec.name
+        delta = fetched.read(name, partial(self.bits, name))
+        yield prepare(self.live[name], delta, base_too=base_too)
 
     def bits(self, name: str) -> Bits:
         return np.asarray(self.live[name].storage)
