@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from deltachain.bridges import files
-from deltachain.bridges.dialect import Change, Dialect, Model, Objects
+from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects
 from deltachain.store import Store
 
 
@@ -14,10 +14,10 @@ class CheckpointDialect(Dialect):
         found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)
         return int(found[1]) if found and files.is_checkpoint_marker(file) else None
 
-    def full(self, number: int, model: Model) -> Objects:
+    def full(self, number: int, model: HostModel) -> Objects:
         return files.checkpoint(f"checkpoint-{number}", model)
 
-    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
         del changes
         return self.full(number, model)
 
@@ -25,6 +25,6 @@ class CheckpointDialect(Dialect):
         del store, key
         return True
 
-    def read(self, store: Store, key: str, before: Model | None) -> Model:
+    def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
         del before
         return files.read_checkpoint(store, key)

@@ -10,7 +10,7 @@ from deltachain.types import Bits, Buffer, Indices, TensorSpec, mismatch
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ElementChange:
     """Changed elements of one tensor.
 
     ``indices`` are ``(nnz,)`` flat and increasing; ``old`` and ``new`` are their bits.
@@ -23,7 +23,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class HostModel:
     """All tensors of a version on the host, by name; bits are flat and never written in place."""
 
     specs: Mapping[str, TensorSpec]
@@ -35,10 +35,10 @@ class Model:
             raise MalformedError(f"{key}: has {name!r}, which the model has not", key=key)
         return self.specs[name]
 
-    def changed(self, bits: Mapping[str, Bits]) -> "Model":
+    def changed(self, bits: Mapping[str, Bits]) -> "HostModel":
         return replace(self, bits={**self.bits, **bits})
 
-    def check_same(self, other: "Model", key: str) -> None:
+    def check_same(self, other: "HostModel", key: str) -> None:
         for name in sorted(self.specs.keys() | other.specs.keys()):
             found, expected = other.specs.get(name), self.specs.get(name)
             if message := mismatch(name, found, key, expected, "the version before"):
@@ -61,16 +61,16 @@ class Dialect(Protocol):
     def number(self, key: str) -> int | None:
         """Return the number of the version that an object commits; ``None`` if it is no marker."""
 
-    def full(self, number: int, model: Model) -> Objects:
+    def full(self, number: int, model: HostModel) -> Objects:
         """Write a version that needs no earlier one."""
 
-    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
         """Write a version that follows ``number - 1``; ``model`` has the new bits."""
 
     def is_full(self, store: Store, key: str) -> bool:
         """Return whether the version of a marker needs no earlier one."""
 
-    def read(self, store: Store, key: str, before: Model | None) -> Model:
+    def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
         """Read the version of a marker; ``before`` is the version before, which is not changed.
 
         Raises:
@@ -79,7 +79,7 @@ class Dialect(Protocol):
         """
 
 
-def required(before: Model | None, key: str) -> Model:
+def required(before: HostModel | None, key: str) -> HostModel:
     if before is None:
         raise ConfigError(
             f"{key} has changes only, and nothing says of which weights",

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from deltachain import errors
-from deltachain.bridges.dialect import Change, Dialect, Model, Objects
+from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects
 from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import sync_folder
 from deltachain.delta import Piece
@@ -51,7 +51,7 @@ class HostCopy(PatchedTarget):
     def __init__(self) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.live: dict[str, WholeTensor] = {}
-        self.changes: list[Change] = []
+        self.changes: list[ElementChange] = []
         self._held: HeldVersion | None = None
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
@@ -93,7 +93,7 @@ class HostCopy(PatchedTarget):
         changed = np.flatnonzero(live[where] != new)
         changed = changed[np.argsort(where[changed], kind="stable")]
         indices = where[changed]
-        self.changes.append(Change(patch.spec, indices, live[indices], new[changed]))
+        self.changes.append(ElementChange(patch.spec, indices, live[indices], new[changed]))
         return Write(patch, [self.live[patch.spec.name]])
 
 
@@ -168,9 +168,9 @@ class Exporter:
             number = 0 if last is None else last.number + 1
         follows = last is not None and number == last.number + 1
         full = not follows or bool(self._every and version % self._every == 0)
-        model = Model(target.specs, {name: target.bits(name) for name in target.specs})
+        model = HostModel(target.specs, {name: target.bits(name) for name in target.specs})
         if full:
-            objects = self._dialect.full(number, Model(model.specs, model.bits, self._assets()))
+            objects = self._dialect.full(number, HostModel(model.specs, model.bits, self._assets()))
         else:
             objects = self._dialect.delta(number, model, target.changes)
         key, nbytes = self._put(objects)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.bridges.dialect import Model, Objects
+from deltachain.bridges.dialect import HostModel, Objects
 from deltachain.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from deltachain.codec.container import Entry, Header, read_header, write_header
 from deltachain.errors import MalformedError
@@ -126,7 +126,7 @@ def shards(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
     return found
 
 
-def checkpoint(folder: str, model: Model) -> Objects:
+def checkpoint(folder: str, model: HostModel) -> Objects:
     """Write a checkpoint as ``from_pretrained`` reads it: small files, shards, then the index."""
     for name, data in model.assets.items():
         yield f"{folder}/{name}", data
@@ -142,7 +142,7 @@ def checkpoint(folder: str, model: Model) -> Objects:
     yield f"{folder}/{INDEX_FILE}", msgspec.json.encode(index)
 
 
-def read_checkpoint(store: Store, key: str) -> Model:
+def read_checkpoint(store: Store, key: str) -> HostModel:
     """Read a checkpoint by its index or, without one, its only file."""
     if not key.endswith(INDEX_FILE):
         return read_tensors(TensorFile.open(store, key))
@@ -152,13 +152,15 @@ def read_checkpoint(store: Store, key: str) -> Model:
         part = read_tensors(opened, names)
         specs |= part.specs
         bits |= part.bits
-    return Model(specs, bits)
+    return HostModel(specs, bits)
 
 
-def read_tensors(file: TensorFile, names: Iterable[str] | None = None) -> Model:
+def read_tensors(file: TensorFile, names: Iterable[str] | None = None) -> HostModel:
     found = [file.entry(name) for name in names or file.header.entries]
     specs = {one.name: TensorSpec(one.name, one.dtype, one.shape) for one in found}
-    return Model(specs, {one.name: file.read(one).copy() for one in found})  # torch takes no others
+    return HostModel(
+        specs, {one.name: file.read(one).copy() for one in found}
+    )  # torch takes no others
 
 
 def is_checkpoint_marker(file: str) -> bool:

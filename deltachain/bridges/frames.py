@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from deltachain.bridges.dialect import Change
+from deltachain.bridges.dialect import ElementChange
 from deltachain.codec.frames import inflate
 from deltachain.errors import DigestMismatchError, MalformedError, UnsupportedFormatError
 from deltachain.threads import Pool, cores
@@ -24,7 +24,7 @@ from deltachain.types import Bits, Buffer
 Bytes = npt.NDArray[np.uint8]
 
 
-def xor_bytes(change: Change) -> Bytes:
+def xor_bytes(change: ElementChange) -> Bytes:
     dense = np.zeros(change.spec.numel, change.new.dtype)
     dense[change.indices] = change.old ^ change.new
     return dense.view(np.uint8)
@@ -34,7 +34,7 @@ def deflated(content: Bytes) -> Bytes:
     return np.frombuffer(zstandard.ZstdCompressor(level=1).compress(content.data), np.uint8)
 
 
-def xor_frames(changes: Iterable[Change]) -> Iterator[tuple[Change, Bytes]]:
+def xor_frames(changes: Iterable[ElementChange]) -> Iterator[tuple[ElementChange, Bytes]]:
     """Yield each tensor that changed with its frame, made by all cores."""
     changed = [change for change in changes if change.indices.size]
     make = lambda change: deflated(xor_bytes(change))  # noqa: E731

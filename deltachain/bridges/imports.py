@@ -11,7 +11,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from deltachain import errors
-from deltachain.bridges.dialect import Dialect, Model
+from deltachain.bridges.dialect import Dialect, HostModel
 from deltachain.bridges.export import HostCopy
 from deltachain.checkpoint import Checkpoint, read_assets
 from deltachain.publish import PublishConfig, Publisher
@@ -68,7 +68,7 @@ class Importer(Closeable):
         poll_s = poll_s or self._files.capabilities.poll_s
         yield from repeat(round_, stop=stop, poll_s=poll_s, looked=lambda _: None, doing=doing)
 
-    def _published(self) -> tuple[Model | None, int | None]:
+    def _published(self) -> tuple[HostModel | None, int | None]:
         """Return the weights of the chain's head and their number; none without a chain."""
         target = HostCopy()
         try:
@@ -78,7 +78,7 @@ class Importer(Closeable):
             return None, None
         if receipt is None or receipt.step is None:
             return None, None
-        return Model(target.specs, {n: target.bits(n) for n in target.specs}), receipt.step
+        return HostModel(target.specs, {n: target.bits(n) for n in target.specs}), receipt.step
 
     def _next(self) -> tuple[int, str] | None:
         """Find the next version: the one behind, else the next full one; at first the newest full.
@@ -116,7 +116,7 @@ class Importer(Closeable):
             )
         return None
 
-    def _read(self, key: str) -> Model:
+    def _read(self, key: str) -> HostModel:
         try:
             model = self._dialect.read(self._files, key, self._model)
         except errors.MalformedError as exc:
@@ -127,7 +127,7 @@ class Importer(Closeable):
             self._model.check_same(model, key)
         return model
 
-    def _publish(self, number: int, model: Model) -> PublishReceipt:
+    def _publish(self, number: int, model: HostModel) -> PublishReceipt:
         before, self._model = self._model, self._model or model
         try:
             if self._publisher is None:
@@ -158,12 +158,12 @@ class Importer(Closeable):
 
         from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415
 
-        model = self._model or Model({}, {})
+        model = self._model or HostModel({}, {})
         for name, spec in model.specs.items():
             tensor = torch.from_numpy(model.bits[name])
             yield name, tensor.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
-def _base_model(folder: Path) -> Model:
+def _base_model(folder: Path) -> HostModel:
     found = Checkpoint(folder)
-    return Model(dict(found.specs), {name: found.bits(name) for name in found.specs})
+    return HostModel(dict(found.specs), {name: found.bits(name) for name in found.specs})

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from deltachain.bridges import files
-from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
+from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects, required
 from deltachain.bridges.frames import checksum, new_bits, xor_frames
 from deltachain.errors import MalformedError
 from deltachain.store import Store
@@ -59,11 +59,11 @@ class SkyRLDialect(Dialect):
         found = re.fullmatch(rf"delta-(\d{{8,12}})/{_MANIFEST}", key)
         return int(found[1]) if found else None
 
-    def full(self, number: int, model: Model) -> Objects:
+    def full(self, number: int, model: HostModel) -> Objects:
         del number
         return files.checkpoint("base", model)
 
-    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
         folder, file = f"delta-{number:08d}", "delta-rank00000-file000000.safetensors"
         frames = [(change.spec, frame) for change, frame in xor_frames(changes)]
         records = tuple(
@@ -96,7 +96,7 @@ class SkyRLDialect(Dialect):
         del store
         return not key.endswith(_MANIFEST)
 
-    def read(self, store: Store, key: str, before: Model | None) -> Model:
+    def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
         if self.is_full(store, key):
             return files.read_checkpoint(store, key)
         old, number = required(before, key), self.number(key) or 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deltachain.bridges import files
-from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
+from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects, required
 from deltachain.bridges.frames import checksum, new_bits, xor_frames
 from deltachain.checkpoint import INDEX_FILE
 from deltachain.errors import MalformedError
@@ -33,10 +33,10 @@ class IndexedDialect(Dialect):
         named = found is not None and folder == self.folder.format(int(found[0]))
         return int(found[0]) if found and named and files.is_checkpoint_marker(file) else None
 
-    def full(self, number: int, model: Model) -> Objects:
+    def full(self, number: int, model: HostModel) -> Objects:
         return files.checkpoint(self.folder.format(number), model)
 
-    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
         made: list[list[tuple[files.Array, str]]] = []
         size = files.SHARD_NBYTES
         for change, frame in xor_frames(changes):
@@ -70,7 +70,7 @@ class IndexedDialect(Dialect):
             "delta_encoding" not in files.read_index(store, key).metadata
         )
 
-    def read(self, store: Store, key: str, before: Model | None) -> Model:
+    def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
         number = self.number(key) or 0
         if self.is_full(store, key):
             return files.read_checkpoint(store, key)

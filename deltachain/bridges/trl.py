@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.bridges import files
-from deltachain.bridges.dialect import Change, Dialect, Model, Objects, required
+from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects, required
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import MalformedError, UnsupportedFormatError, UnsupportedModelError
 from deltachain.store import Store
@@ -44,7 +44,7 @@ class TRLDialect(Dialect):
         found = re.fullmatch(r"(?:anchors|deltas)/step_(\d{6,12})\.safetensors", key)
         return int(found[1]) if found else None
 
-    def full(self, number: int, model: Model) -> Objects:
+    def full(self, number: int, model: HostModel) -> Objects:
         for spec in model.specs.values():
             if spec.dtype != "BF16" or spec.numel >= _MOST:
                 raise UnsupportedModelError(
@@ -61,11 +61,11 @@ class TRLDialect(Dialect):
             metadata["changed_params"] = json.dumps(list(model.specs))
         yield f"anchors/step_{number:06d}.safetensors", files.packed(arrays, metadata)
 
-    def delta(self, number: int, model: Model, changes: Sequence[Change]) -> Objects:
+    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
         del model
         yield f"deltas/step_{number:06d}.safetensors", self.file(number, changes)
 
-    def file(self, number: int, changes: Sequence[Change]) -> bytes:
+    def file(self, number: int, changes: Sequence[ElementChange]) -> bytes:
         """Return the file of some changes; a tensor without any has two empty arrays."""
         arrays = []
         for change in changes:
@@ -103,7 +103,7 @@ class TRLDialect(Dialect):
         del store
         return key.startswith("anchors/")
 
-    def read(self, store: Store, key: str, before: Model | None) -> Model:
+    def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
         file = files.TensorFile.open(store, key)
         said, full = file.header.metadata, self.is_full(store, key)
         expected = _FORMAT | {"sparse": str(not full), "model_version": str(self.number(key))}

@@ -12,7 +12,7 @@ from deltachain.cli import options
 from deltachain.cli.follow import catch_up
 from deltachain.cli.serving import end, stopping
 
-Dialect: TypeAlias = Annotated[
+DialectName: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="<trl|trl-v1|slime|skyrl|modelexpress|checkpoint>",
@@ -20,7 +20,7 @@ Dialect: TypeAlias = Annotated[
         "**slime**, which is miles' too; **checkpoint**, a whole one a version.",
     ),
 ]
-Files: TypeAlias = Annotated[
+FilesUrl: TypeAlias = Annotated[
     str, typer.Argument(metavar="DIR", help="The folder of the files, or a URL as of a chain.")
 ]
 Follow: TypeAlias = Annotated[
@@ -30,9 +30,9 @@ Follow: TypeAlias = Annotated[
 
 def export(  # noqa: PLR0913 - one argument an option
     url: options.Url,
-    out: Files,
+    out: FilesUrl,
     *,
-    dialect: Dialect,
+    dialect: DialectName,
     follow: Follow = False,
     full_every: Annotated[
         int,
@@ -81,10 +81,10 @@ def export(  # noqa: PLR0913 - one argument an option
 
 
 def import_(  # noqa: PLR0913 - one argument an option
-    files: Files,
+    files: FilesUrl,
     url: options.Url,
     *,
-    dialect: Dialect,
+    dialect: DialectName,
     follow: Follow = False,
     base: Annotated[
         Path | None,

@@ -34,7 +34,7 @@ from deltachain.errors import ConfigError
 from deltachain.format.keys import CHAIN_KEY, manifest_key, trial_key
 from deltachain.presence.writer import interval_s
 from deltachain.redact import redacted_path, redacted_url
-from deltachain.replica.capabilities import Table
+from deltachain.replica.capabilities import CapabilityTable
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
 from deltachain.store import ObjectInfo, Store, check_apart, open_store
@@ -62,7 +62,7 @@ _REQUIREMENT: Final = re.compile(
 class StartCheck(Protocol):
     """``start_check.check`` of an engine's plugin: yields what a server refuses at its start.
 
-    Beside it is ``TABLE``, a :class:`Table` of the engine's names.
+    Beside it is ``TABLE``, a :class:`CapabilityTable` of the engine's names.
     """
 
     def __call__(self, installed: str, environment: Mapping[str, str], /) -> Iterator[ConfigError]:
@@ -134,7 +134,7 @@ def check_engines(environment: Mapping[str, str]) -> Iterator[Finding]:
             continue
         start_check = import_module(f"{plugins[0].module}.start_check")
         check: StartCheck = start_check.check
-        table: Table = start_check.TABLE
+        table: CapabilityTable = start_check.TABLE
         wrong = list(check(release, environment))
         yield from (failed(ENGINE, error) for error in wrong)
         if not wrong:

@@ -44,7 +44,7 @@ SERVER: Final = "server"
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CapabilityTable:
     """All uses of an engine. Its version is a hint: missing names decide what is refused."""
 
     engine: str  # name of the engine; in lower case, the name of its package

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import ApplyError, ConfigError
 
-from .capabilities import SERVER, Table
+from .capabilities import SERVER, CapabilityTable
 from .messages import AnyRequest, RankReply
 
 
@@ -26,7 +26,7 @@ def pause_mode(named: str, modes: Sequence[str]) -> str:
 
 
 def start_faults(
-    table: Table, pauses: Sequence[str], installed: str, environment: Mapping[str, str]
+    table: CapabilityTable, pauses: Sequence[str], installed: str, environment: Mapping[str, str]
 ) -> Iterator[ConfigError]:
     """Yield what keeps the installed version of an engine from following any chain."""
     named = environment.get("DELTACHAIN_PAUSE", "").strip()

@@ -5,7 +5,7 @@ SGLang ignores a hook of a function that it does not have, so all of them are he
 
 from typing import Final
 
-from deltachain.replica.capabilities import Capability, Table, names
+from deltachain.replica.capabilities import Capability, CapabilityTable, names
 
 IN_PLACE: Final = "in_place"
 """Pause mode in which caches and running requests are kept."""
@@ -31,7 +31,7 @@ _UPDATER: Final = (
     "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager."
 )
 
-TABLE: Final = Table(
+TABLE: Final = CapabilityTable(
     engine="SGLang",
     tested=("0.5.22", "0.5.23"),
     rows=(

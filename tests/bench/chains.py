@@ -18,12 +18,12 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.bridges.dialect import Change
+from deltachain.bridges.dialect import ElementChange
 from deltachain.errors import ConfigError
 from deltachain.types import Bits, TensorSpec
 
 
-class TensorChange(Change):
+class TensorChange(ElementChange):
     __slots__ = ()
 
     @property

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.dist
     ("trial", "ranks", "how"),
     [
         ("deepspeed_trials:zero", 4, "3"),
-        ("deepspeed_trials:zero", 2, "3 persistent"),
-        ("deepspeed_trials:zero", 2, "2"),
-        ("deepspeed_trials:zero", 2, "1"),
+        *(
+            pytest.param("deepspeed_trials:zero", 2, how, marks=pytest.mark.slow)
+            for how in ("3 persistent", "2", "1")
+        ),
         ("megatron_trials:megatron", 4, "TP2-PP2"),
         ("megatron_trials:megatron", 4, "EP2"),
     ],

@@ -5,10 +5,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 from deltachain.replica import capabilities
-from deltachain.replica.capabilities import Table
+from deltachain.replica.capabilities import CapabilityTable
 
 
-def write_engine(folder: Path, table: Table, without: Collection[str] = ()) -> None:
+def write_engine(folder: Path, table: CapabilityTable, without: Collection[str] = ()) -> None:
     """Write the package of an engine into a folder for ``sys.path``."""
     modules: dict[str, dict[str, list[str]]] = {table.engine.lower(): {}}
     for name in (name for row in table.rows for name in row.names):

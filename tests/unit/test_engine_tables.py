@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.replica.capabilities import Table
+from deltachain.replica.capabilities import CapabilityTable
 from deltachain_sglang import compat
 from deltachain_sglang.table import TABLE as SGLANG
 from deltachain_vllm.table import TABLE as VLLM
@@ -65,7 +65,7 @@ HOOKED = {
 
 
 @pytest.mark.parametrize(("engine", "table"), [("vllm", VLLM), ("sglang", SGLANG)])
-def test_each_name_that_a_plugin_uses_is_in_its_table(engine: str, table: Table) -> None:
+def test_each_name_that_a_plugin_uses_is_in_its_table(engine: str, table: CapabilityTable) -> None:
     found = set(HOOKED) if engine == "sglang" else set()
     for file in (ROOT / f"{engine}_ext" / f"deltachain_{engine}").glob("*.py"):
         found |= set(used(engine, ast.parse(file.read_text(encoding="utf-8"))))

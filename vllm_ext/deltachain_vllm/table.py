@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from deltachain.replica.capabilities import SERVER, Capability, Table, names
+from deltachain.replica.capabilities import SERVER, Capability, CapabilityTable, names
 
 from . import IN_PLACE
 
@@ -11,7 +11,7 @@ _LAYERS: Final = "vllm.model_executor.layers."
 _CLIENT: Final = "vllm.v1.engine.async_llm:AsyncLLM."
 _TRANSFER: Final = "vllm.distributed.weight_transfer."
 
-TABLE: Final = Table(
+TABLE: Final = CapabilityTable(
     engine="vLLM",
     tested=("0.31", "0.32"),
     rows=(

@@ -87,6 +87,8 @@ class RawEncoding(Encoding):
                 at = number * kind.itemsize
                 return int(tensor.array(name, at, at + kind.itemsize).view(kind)[0])
 
+            if last and not 0 <= index(0) <= index(last - 1) < spec.numel:
+                raise tensor.malformed("has indices beyond the tensor, or not in order")
             first, last = (bisect_left(range(last), end, key=index) for end in tensor.near)
         indices = tensor.array(name, first * kind.itemsize, last * kind.itemsize).view(kind)
         ends = (at * spec.itemsize for at in (first, last))

@@ -22,7 +22,7 @@ from torch import Tensor
 import deltachain
 from deltachain import errors
 from deltachain.bridges import DIALECTS, dialect_of
-from deltachain.bridges.dialect import Model
+from deltachain.bridges.dialect import HostModel
 from deltachain.bridges.export import RECORD, Exported, Exporter, HostCopy
 from deltachain.bridges.imports import Importer
 from deltachain.store import open_store
@@ -161,13 +161,13 @@ def same(one: Bytes, other: Bytes) -> None:
         assert np.array_equal(bits, other[name]), name
 
 
-def model_of(chain: Path) -> Model:
+def model_of(chain: Path) -> HostModel:
     target = HostCopy()
     deltachain.Subscriber(str(chain), target).update()
-    return Model(target.specs, {name: target.bits(name) for name in target.specs})
+    return HostModel(target.specs, {name: target.bits(name) for name in target.specs})
 
 
-def raw(model: Model) -> Bytes:
+def raw(model: HostModel) -> Bytes:
     return {name: bits.view(np.uint8) for name, bits in model.bits.items()}
 
 
@@ -387,7 +387,7 @@ def test_lies_are_named_before_they_are_believed(
     for name, data in files.items():
         store.put("weight_v000001/a.safetensors" if name == "a" else name, data)
     spec = TensorSpec("w", "BF16", (4,))
-    before = Model({"w": spec}, {"w": np.zeros(4, np.uint16)})
+    before = HostModel({"w": spec}, {"w": np.zeros(4, np.uint16)})
     with pytest.raises(errors.FormatError, match=said):
         dialect_of(dialect).read(store, key, before)
 
@@ -413,7 +413,7 @@ def test_gaps_bases_and_dtypes_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="expected one of trl, trl-v1, slime"):
         dialect_of("tensorflow")
     spec = TensorSpec("router.bias", "F32", (4,))
-    model = Model({spec.name: spec}, {spec.name: np.zeros(4, np.uint32)})
+    model = HostModel({spec.name: spec}, {spec.name: np.zeros(4, np.uint32)})
     with pytest.raises(errors.UnsupportedModelError, match=r"router.bias.*F32"):
         next(dialect_of("trl").full(0, model))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import EngineVersionError
-from deltachain.replica.capabilities import SERVER, Capability, Table, is_there
+from deltachain.replica.capabilities import SERVER, Capability, CapabilityTable, is_there
 from tests.support.made_up import forget, write_engine
 
 SOURCES = {
@@ -94,7 +94,7 @@ def test_a_name_is_found_where_the_engine_binds_it(name: str, there: bool) -> No
     assert is_there(name) is there
 
 
-TABLE = Table(
+TABLE = CapabilityTable(
     engine="Enginely",
     tested=("0.3", "0.4"),
     rows=(

@@ -1,5 +1,7 @@
 import asyncio
+import tempfile
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,13 @@ from fastapi import FastAPI, Request
 from deltachain.errors import ConfigError
 from deltachain_vllm.front_ends import answer
 from deltachain_vllm.routes import EndpointPlugin
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Yield a folder whose sockets have short paths, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def told(app: FastAPI) -> httpx.AsyncClient:
@@ -33,9 +42,9 @@ def leading() -> FastAPI:
 
 
 def test_other_front_ends_answer_as_the_first_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_folder: Path
 ) -> None:
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path))
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(short_folder))
     monkeypatch.setenv("DELTACHAIN_URL", "x")
 
     async def run() -> None:
