@@ -139,11 +139,11 @@ def test_the_command_line_goes_on_where_it_was_killed(
     first = [sys.executable, "-c", run, "pull", url, "--version", "1", "--out", str(mirror)]
     subprocess.run(first, check=True, capture_output=True)
     kill = (
-        "import os, signal, itertools; from deltachain.subscribe.targets import folder\n"
-        "write, calls = folder.write, itertools.count()\n"
+        "import os, signal, itertools; from deltachain.filebits import FileBits\n"
+        "put, calls = FileBits.put, itertools.count()\n"
         "def dying(*args):\n"
-        "    os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 1 else write(*args)\n"
-        "folder.write = dying\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 1 else put(*args)\n"
+        "FileBits.put = dying\n"
     )
     words = [command[0], url, *command[1:], "--out", str(mirror)]
     killed = subprocess.run([sys.executable, "-c", kill + run, *words], check=False)
