@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_430, 235, 0.09),
-    "tests": Size(81_640, 348, 1.0),
+    "wheel": Size(56_070, 261, 0.092),
+    "tests": Size(84_480, 373, 1.0),
 }
 
 
