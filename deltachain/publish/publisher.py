@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from deltachain import errors
-from deltachain.publish.background import PublishTotals, background_work
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
@@ -27,6 +26,7 @@ from deltachain.publish.quantise.layers import find_layers
 from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier, Ranks
 from deltachain.publish.ranks.sharing import agree
 from deltachain.publish.session import Attempt, LateAnchor, PublishReceipt, Session, begin
+from deltachain.publish.side_threads import PublishTotals, background_work
 from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.setting_types import fields_of, names_checked, whole
 from deltachain.store import Location, Store, open_store

@@ -21,7 +21,6 @@ from deltachain.chain.trust import Trust
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
-from deltachain.publish.background import Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
@@ -33,6 +32,7 @@ from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session, catch_up, first_version
+from deltachain.publish.side_threads import Tenure
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.writer import Writer, newest, open_or_make
 from deltachain.store import Store

@@ -27,7 +27,6 @@ from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import CHAIN_KEY, PayloadKind
 from deltachain.kernels import host
 from deltachain.kernels.arrays import Changes
-from deltachain.publish.background import PHASES, Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
@@ -40,6 +39,7 @@ from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.revert import check_reverted
+from deltachain.publish.side_threads import PHASES, Tenure
 from deltachain.publish.snapshot import FILE_NUMEL, SMALL_NUMEL, Snapshot
 from deltachain.publish.wire_form import (
     CheckpointChanges,

@@ -23,7 +23,7 @@ from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 
 if TYPE_CHECKING:
-    from deltachain.publish.background import Tenure
+    from deltachain.publish.side_threads import Tenure
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from deltachain.metrics import (
     register_figures,
 )
 from deltachain.mirror import Mirror
-from deltachain.publish.background import HeartbeatThread
+from deltachain.publish.side_threads import HeartbeatThread
 from deltachain.publish.writer import Writer
 from deltachain.status import Health, HealthLimits, Status, complaints, judged
 from deltachain.store import MemoryStore
@@ -436,7 +436,7 @@ def test_a_publisher_with_a_key_renews_its_heartbeat_while_it_is_idle() -> None:
 def test_a_clock_that_is_set_back_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     author, now, ahead = Author().grow(2), time.monotonic, 3600.0
     with monkeypatch.context() as patched:
-        patched.setattr("deltachain.publish.background.time.time", lambda: now() + ahead)
+        patched.setattr("deltachain.publish.side_threads.time.time", lambda: now() + ahead)
         with beating(author):
             eventually(lambda: seen_in(author))
             first = present(seen_in(author))

@@ -39,7 +39,7 @@ from deltachain.format.keys import CHAIN_KEY, HEARTBEAT_KEY, manifest_key, prune
 from deltachain.maintain import KeepRule, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
-from deltachain.publish.background import HeartbeatThread, NewestRecords
+from deltachain.publish.side_threads import HeartbeatThread, NewestRecords
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer

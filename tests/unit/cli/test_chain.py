@@ -209,7 +209,7 @@ def test_a_push_is_refused_where_a_publisher_is_at_work(
     def renew(_: float) -> None:
         renewed[:] = [write_record(store, renewed[0])]
 
-    monkeypatch.setattr("deltachain.publish.background.time.sleep", renew)
+    monkeypatch.setattr("deltachain.publish.side_threads.time.sleep", renew)
     before = contents(pushed.url / "manifests")
     refused("push", newer, pushed.url, code=4, said=("host gpu-7", "--take-over"))
     assert contents(pushed.url / "manifests") == before
