@@ -1,7 +1,7 @@
 """Export: each version of a chain as files that another system's receivers read.
 
-A record beside the files names the chain, and what was written last: a restart goes on there, from
-the bits of that version in the chain. Without a way to these bits, it writes a full version.
+A record in their folder names the chain and the last written version. A restart continues from the
+bits of that version in the chain; if they cannot be reached, it writes a full version.
 """
 
 import logging
@@ -209,6 +209,12 @@ class Exporter:
             nbytes += len(data)
         if root is not None:
             folder = key.partition("/")[0]
+            if self.last is None and (root / folder).exists():
+                shutil.rmtree(root / _PART)
+                raise errors.ConfigError(
+                    f"{root / folder} is there already, and no {RECORD} names it",
+                    hint="export into a new folder, or remove it",
+                )
             shutil.rmtree(root / folder, ignore_errors=True)  # of a write that the record missed
             (root / _PART / folder).rename(root / folder)
             (root / _PART).rmdir()

@@ -105,7 +105,7 @@ def read_json(store: Store, key: str, kind: type[_T]) -> _T:
 def beside(key: str, file: str) -> str:
     """Return the key of a file in the folder of another one, which names it."""
     if not is_segment(file) or not file.endswith(".safetensors"):
-        raise MalformedError(f"{key}: {file!r} is no file beside it", key=key)
+        raise MalformedError(f"{key}: {file!r} is not the name of a file in its folder", key=key)
     return f"{key.rpartition('/')[0]}/{file}"
 
 

@@ -1,6 +1,6 @@
 """Import: versions that another system's trainer writes as files, as versions of a chain.
 
-The trainer step of a version is its number in the files: a restart goes on behind the head's, from
+The trainer step of a version is its number in the files: a restart continues after the head's, from
 the bits that the chain has. A version is published once all of its files were read and proven.
 """
 

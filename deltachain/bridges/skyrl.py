@@ -1,6 +1,6 @@
 """SkyRL: ``delta-00000007/`` has frames of what changed since number 6, and a manifest.
 
-Number 0 is the checkpoint that engines start from, here ``base/``; there is no full version later.
+Number 0 is the checkpoint that engines start from, here ``base/``; all later versions are changes.
 Source: SkyRL a9564572e (``delta_checkpoint.py``).
 """
 

@@ -33,8 +33,8 @@ def newest_for(member: str, held: Mapping[str, Version], count: int, group: str)
     others = {name: version for name, version in held.items() if name != member}
     if len(others) > count - 1:
         raise ControlPlaneError(
-            f"group {group!r} has {count} replicas, and besides this one {', '.join(others)} told "
-            "their versions",
+            f"group {group!r} has {count} replicas, and in addition to this one "
+            f"{', '.join(others)} told their versions",
             hint=f"delete the objects together/{group}/... of those that are gone",
         )
     if len(others) < count - 1:

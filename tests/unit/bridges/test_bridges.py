@@ -364,13 +364,13 @@ T1 = "deltas/step_000001.safetensors"
 @pytest.mark.parametrize(
     ("dialect", "key", "files", "said"),
     [
-        ("slime", V1, {V1: indexed(file="../a.safetensors")}, "no file beside it"),
+        ("slime", V1, {V1: indexed(file="../a.safetensors")}, "not the name of a file"),
         ("slime", V1, {V1: indexed(version="000002")}, "expected"),
         ("slime", V1, {V1: indexed(), "a": frame()}, "claims 16777216 bytes, expected 8"),
         ("slime", V1, {V1: indexed(delta_encoding="overwrite"), "a": frame()}, "a frame of 167"),
         ("slime", V1, {V1: indexed(delta_encoding="add"), "a": frame()}, "changes as 'add'"),
         ("slime", V1, {V1: indexed(name="other"), "a": frame()}, "which the model has not"),
-        ("skyrl", D1, {D1: manifest(payload_file="../../x")}, "no file beside it"),
+        ("skyrl", D1, {D1: manifest(payload_file="../../x")}, "not the name of a file"),
         ("skyrl", D1, {D1: manifest(dtype="float32")}, "is float32"),
         ("skyrl", D1, {D1: manifest(shape=[-4])}, "is bfloat16"),
         ("trl", T1, {T1: patch([0, 0, 0, 0, 0])}, "more values than elements"),
@@ -416,6 +416,22 @@ def test_gaps_bases_and_dtypes_are_refused_by_name(tmp_path: Path) -> None:
     model = HostModel({spec.name: spec}, {spec.name: np.zeros(4, np.uint32)})
     with pytest.raises(errors.UnsupportedModelError, match=r"router.bias.*F32"):
         next(dialect_of("trl").full(0, model))
+
+
+def test_a_folder_that_somebody_else_wrote_is_not_replaced(tmp_path: Path) -> None:
+    run, out = Run(tmp_path / "run", "checkpoint"), tmp_path / "out"
+    theirs = out / f"checkpoint-{run.done[0].version}" / "optimizer.pt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"state")
+    with deltachain.Subscriber(str(run.chain), HostCopy()) as subscriber:
+        dialect = "checkpoint", dialect_of("checkpoint")
+        exporter = Exporter(subscriber, open_store(str(out)), dialect)
+        version = present(subscriber.update()).version
+        with pytest.raises(errors.ConfigError, match=f"no {RECORD} names it"):
+            exporter.write(version)
+    run.close()
+    assert list(out.rglob("*")) == [theirs.parent, theirs]
+    assert theirs.read_bytes() == b"state"
 
 
 @pytest.mark.parametrize("run", [("skyrl",)], ids=["skyrl"], indirect=True)

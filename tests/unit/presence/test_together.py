@@ -23,7 +23,7 @@ def test_none_is_more_than_a_version_ahead_of_the_last(held: dict[str, int], new
     ("held", "why"),
     [
         ({"a": 3}, "1 of 2 replicas of group 'g'"),
-        ({"a": 3, "b": 3, "c": 3}, "besides this one b, c"),
+        ({"a": 3, "b": 3, "c": 3}, "in addition to this one b, c"),
     ],
 )
 def test_a_group_waits_for_those_that_are_away(held: dict[str, int], why: str) -> None:
