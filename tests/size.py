@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(56_070, 261, 0.092),
+    "wheel": Size(56_095, 261, 0.092),
     "tests": Size(84_480, 373, 1.0),
 }
 

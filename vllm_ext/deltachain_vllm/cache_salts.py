@@ -9,7 +9,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Final
 
-from .compat import hook
+from deltachain.errors import ConfigError
+
+from . import IN_PLACE
+from .compat import hook, is_hooked
 
 
 class Salts:
@@ -39,6 +42,17 @@ def salt_requests() -> None:
 
     hook(Scheduler, "add_request", _on_request)
     hook(Scheduler, "set_pause_state", _on_pause)
+
+
+def check_salted() -> None:
+    """Refuse an engine that was created before the pause mode was set: it salts nothing."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not is_hooked(Scheduler.add_request):
+        raise ConfigError(
+            f"this engine was created before DELTACHAIN_PAUSE={IN_PLACE} was set",
+            hint="set it before vLLM is imported",
+        )
 
 
 def _salt(salts: Salts, scheduler: Any, request: Any) -> None:

@@ -92,7 +92,7 @@ _HOOKED: Final = "deltachain_hooked"
 def hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Wrap a method in a function that gets it before its arguments; idempotent."""
     original = getattr(owner, name)
-    if hasattr(original, _HOOKED):
+    if is_hooked(original):
         return
 
     @wraps(original)
@@ -101,6 +101,10 @@ def hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     setattr(hooked, _HOOKED, True)
     setattr(owner, name, hooked)
+
+
+def is_hooked(method: Any) -> bool:
+    return hasattr(method, _HOOKED)
 
 
 def _look(owner: Any, name: str, look: Callable[[Any], None]) -> None:

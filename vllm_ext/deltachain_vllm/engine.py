@@ -17,6 +17,7 @@ from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE
+from .cache_salts import check_salted
 from .compat import call_workers, check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
@@ -46,6 +47,8 @@ class VllmEngine:
         self._client = client
         self._loop = loop
         self.asleep = False
+        if self.mode == IN_PLACE:
+            check_salted()
         self._clear, self._doubted = self.mode != IN_PLACE, False
 
     def call(self, request: wire.RankRequest) -> Sequence[wire.RankReply]:
