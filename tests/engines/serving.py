@@ -33,7 +33,7 @@ PAUSES: Final = {
     "sglang": ("retract", "in_place", "abort"),
 }.get(ENGINE, ())
 
-START_S: Final = 240.0
+START_S: Final = 900.0
 STOP_S: Final = 15.0
 PATIENCE_S: Final = 60.0
 
