@@ -172,9 +172,9 @@ bench-browser: venv  ## the dashboard of 10,000 versions and 200 replicas in Chr
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
 
-# DIVISOR=8 for models of tensors eight times smaller; by default as large as fits.
+# ONLY=end-to-end for one of them; DIVISOR=8 for smaller models, by default as large as fits.
 bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
-	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(DIVISOR)
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(ONLY) $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
 	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-verl .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,7 +7,9 @@ of tensors. A snapshot on the host is copied to the device a batch at a time on 
 each while earlier batches are compared; tensors that lie side by side in the snapshot cross in one
 copy. Changes are compacted on the device. The stream of the caller is waited for once, when all
 batches are enqueued. Then exactly the changes are copied back: two bytes for the offset of each in
-its block and its new bits, and its old bits too if the snapshot is not on the host.
+its block and its new bits, and its old bits too if the snapshot is not on the host. From then on
+the weights may change: :class:`Landing` divides the changes among tensors, and writes them into a
+snapshot on the host, in any thread.
 """
 
 import logging
@@ -27,6 +29,7 @@ from torch import Tensor
 from deltachain.kernels import host
 from deltachain.kernels.arrays import Changes
 from deltachain.kernels.torch_kernels import INT_DTYPES, bits_of
+from deltachain.threads import Pool, cores
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
 logger = logging.getLogger(__name__)
@@ -34,8 +37,13 @@ logger = logging.getLogger(__name__)
 BLOCK: Final = 4096
 """Elements of a block. An offset in a block takes two bytes, and its count another two."""
 
-BATCH_NBYTES: Final = 64 << 20
-"""Largest size of a batch's snapshot bits, in bytes: long enough for the full speed of a copy."""
+BATCH_NBYTES: Final = 128 << 20
+"""Largest size of a batch's snapshot bits, in bytes, of which two are on the device at a time.
+
+A batch costs some 0.1 ms of Python, and its copy a few milliseconds.
+"""
+
+RESIDENT_BATCH: Final = 8  # times as large are batches that need no room for the snapshot
 
 
 class Span(NamedTuple):
@@ -73,13 +81,6 @@ def block_table(numels: npt.NDArray[np.int64]) -> BlockTable:
     number = np.arange(span.size) - np.repeat(np.cumsum(blocks) - blocks, blocks)
     first = number * BLOCK
     return BlockTable(span, first, np.minimum(BLOCK, numels[span] - first))
-
-
-def indices_of(first: Indices, counts: npt.NDArray[Any], offsets: npt.NDArray[Any]) -> Indices:
-    """Return the indices of changes, by the first index of each block and int16 offsets in it."""
-    indices: Indices = np.repeat(first, counts)
-    indices += offsets
-    return indices
 
 
 class CopyStream:
@@ -246,6 +247,15 @@ class Run(NamedTuple):
     spans: int
 
 
+class BatchTable(NamedTuple):
+    """Blocks of a batch by address, on the device too: the same in each diff of the same memory."""
+
+    key: tuple[tuple[int, ...], ...]  # addresses of weights and snapshot, and sizes, of each span
+    blocks: BlockTable
+    sent: Tensor  # int64 of shape `(3, blocks)`
+    aligned: bool  # whether every address is a multiple of `ALIGNMENT`
+
+
 class Launched(NamedTuple):
     """A batch whose comparison is enqueued; the weights of its spans stay referenced."""
 
@@ -277,11 +287,12 @@ class Lane:
     _open: list[TensorSpan] = field(default_factory=list)
     _used: int = 0
     _slots: list[_Slot] = field(default_factory=list)
-    _turn: int = 1
+    _tables: dict[int, BatchTable] = field(default_factory=dict)  # by number of the batch
 
     @property
     def limit(self) -> int:
-        return max(1, BATCH_NBYTES // (self.kind.width * BLOCK))
+        nbytes = BATCH_NBYTES * (RESIDENT_BATCH if self.kind.resident else 1)
+        return max(1, nbytes // (self.kind.width * BLOCK))
 
     def add(self, tensor: Compared) -> None:
         """Add a tensor; full batches are enqueued."""
@@ -350,13 +361,13 @@ class Lane:
 
     def _slot(self, numel: int) -> _Slot:
         """Return one of two rooms for snapshot bits, in turn."""
-        self._turn ^= 1
-        if len(self._slots) <= self._turn:
+        turn = len(self._launched) % 2
+        while len(self._slots) <= turn:
             self._slots.append(self._new_slot(numel))
-        slot = self._slots[self._turn]
+        slot = self._slots[turn]
         if slot.bits.numel() < numel:
             self.streams.keep_for_copies(slot.bits)
-            slot = self._slots[self._turn] = self._new_slot(numel)
+            slot = self._slots[turn] = self._new_slot(numel)
         return slot
 
     def _new_slot(self, numel: int) -> _Slot:
@@ -370,45 +381,55 @@ class Lane:
         self, spans: Sequence[TensorSpan], arena: Arena, header: Tensor | None
     ) -> Launched:
         """Enqueue the comparison of a batch."""
-        streams = self.streams
-        table = block_table(np.array([one.span.numel for one in spans], np.int64))
-        with streams.computing():
-            then, slot = self._there(spans)
-            placed = self._compare(table, spans, then, arena, header)
-            if slot is not None:
-                slot.free = streams.mark()
-        return Launched(self, spans, table, placed)
-
-    def _compare(
-        self,
-        table: BlockTable,
-        spans: Sequence[TensorSpan],
-        then: Sequence[tuple[Tensor, int]],
-        arena: Arena,
-        header: Tensor | None,
-    ) -> Placed:
         from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
 
-        if header is None:
-            header = torch.zeros(3, dtype=torch.int64, device=self.streams.where)
+        streams = self.streams
+        with streams.computing():
+            then, slot = self._there(spans)
+            if header is None:
+                header = torch.zeros(3, dtype=torch.int64, device=streams.where)
+            now, held = self._addresses(spans)
+            table = self._table(spans, now, then, keep=not held)
+            placed = fused_diff.diff_batch_(
+                table.sent,
+                header,
+                arena,
+                master=self.kind.master,
+                resident=self.kind.resident,
+                aligned=table.aligned,
+            )
+            del held  # used until here: later memory of this stream may be the same
+            if slot is not None:
+                slot.free = streams.mark()
+        return Launched(self, spans, table.blocks, placed)
+
+    def _table(
+        self,
+        spans: Sequence[TensorSpan],
+        now: Sequence[int],
+        then: Sequence[tuple[Tensor, int]],
+        *,
+        keep: bool,
+    ) -> BatchTable:
+        """Return the blocks of a batch: those of the last diff, if its memory was the same."""
         # By address: a view of each of many thousand tensors would cost more than to compare them.
-        now, held = self._addresses(spans)
         kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
+        numels = [one.span.numel for one in spans]
+        key = tuple(now), tuple(kept), tuple(numels)
+        known = self._tables.get(len(self._launched))
+        if known is not None and known.key == key:
+            return known
+        table = block_table(np.array(numels, np.int64))
         width = 4 if self.kind.master else self.kind.width
         sides = [
             np.array(first, np.int64)[table.span] + table.first * size
             for first, size in ((now, width), (kept, self.kind.width))
         ]
-        placed = fused_diff.diff_batch_(
-            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel]))),
-            header,
-            arena,
-            master=self.kind.master,
-            resident=self.kind.resident,
-            aligned=not any((side % ALIGNMENT).any() for side in sides),
-        )
-        del held  # used until here: later memory of this stream may be the same
-        return placed
+        sent = self.streams.send(torch.from_numpy(np.stack([*sides, table.numel])))
+        made = BatchTable(key, table, sent, not any((side % ALIGNMENT).any() for side in sides))
+        if keep:
+            self._tables[len(self._launched)] = made
+        return made
 
     def _addresses(self, spans: Sequence[TensorSpan]) -> tuple[list[int], list[Tensor]]:
         """Return the address of the weights of each span, and tensors that were cast for them."""
@@ -443,22 +464,110 @@ def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
         yield last
 
 
+class Columns(NamedTuple):
+    """Changes of an arena on the host, in the order of its batches; each of shape ``(nnz,)``."""
+
+    offsets: npt.NDArray[np.int16]
+    new: Bits
+    old: Bits  # of a snapshot on the host: room for them
+    indices: Indices  # room for them
+
+    @classmethod
+    def of(cls, offsets: Tensor, new: Tensor, old: Tensor | None = None) -> "Columns":
+        bits = new.numpy().view(BITS_DTYPES[new.element_size()])
+        before = np.empty_like(bits) if old is None else old.numpy().view(bits.dtype)
+        return cls(offsets.numpy(), bits, before, np.empty(bits.size, np.int64))
+
+
 class Landed(NamedTuple):
-    """Changes of a batch, on the host."""
+    """A batch that was compared, and its changes on the host."""
 
     batch: Launched
     nnz: int
-    room: bool  # whether there was room for them; the arrays are empty if not
-    counts: npt.NDArray[Any]  # number of changes of each block, int16 of shape `(blocks,)`
-    # Offset of each change in its block, new bits, and old bits if they are not on the host; each
-    # of shape `(nnz,)`.
-    columns: tuple[npt.NDArray[Any], ...]
+    start: int  # first of its changes in the columns; negative if there was no room for them
+    counts: npt.NDArray[np.int16]  # number of changes of each block, shape `(blocks,)`
+    columns: Columns
+
+    def fill(self) -> None:
+        """Find the indices of the changes; write them into a snapshot on the host."""
+        table, spans, kind = self.batch.table, self.batch.spans, self.batch.lane.kind
+        mine = slice(self.start, self.start + self.nnz)
+        offsets, new, old, indices = (column[mine] for column in self.columns)
+        first = table.first + np.array([one.span.start for one in spans], np.int64)[table.span]
+        host.expand_blocks(first, self.counts, offsets, indices)
+        if kind.resident:
+            return
+        places = table.first + np.array([one.at for one in spans], np.int64)[table.span]
+        before = np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
+        number = 0
+        for run in runs(spans):
+            low, high = np.searchsorted(table.span, (number, number + run.spans)).tolist()
+            some = slice(before[low], before[high])
+            host.exchange_blocks_(
+                run.kept.numpy().view(new.dtype),
+                places[low:high], self.counts[low:high], offsets[some], new[some], old[some],
+            )  # fmt: skip
+            number += run.spans
+
+    def pieces(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the name of each changed tensor, its first change in the columns and their end."""
+        table, spans = self.batch.table, self.batch.spans
+        edges = np.searchsorted(table.span, np.arange(len(spans) + 1))
+        before = np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))[edges] + self.start
+        for one, low, high in zip(spans, before[:-1].tolist(), before[1:].tolist(), strict=True):
+            if low < high:
+                yield one.tensor.name, low, high
+
+
+class Landing:
+    """Changes of a diff on the host, not yet by tensor; ``nnz`` is their number."""
+
+    def __init__(self, landed: Sequence[Landed]) -> None:
+        self._landed = [one for one in landed if one.nnz]
+        self.nnz = sum(one.nnz for one in landed)
+
+    def complete(self, found: MutableMapping[str, Changes]) -> None:
+        """Give ``found`` the changes of each tensor, and write them into a snapshot on the host.
+
+        Once, in any thread, on all cores; until then a snapshot on the host is as it was before.
+        """
+        landed, self._landed = self._landed, []
+        with Pool(cores()) as pool:
+            for _ in pool.ordered(Landed.fill, landed, ahead=4 * cores(), small=_is_small):
+                pass
+        pieces: dict[str, list[tuple[Columns, slice]]] = defaultdict(list)
+        for one in landed:
+            for name, start, stop in one.pieces():
+                columns, last = pieces[name][-1] if pieces[name] else (None, slice(0))
+                if columns is one.columns and last.stop == start:
+                    pieces[name][-1] = columns, slice(last.start, stop)
+                else:
+                    pieces[name].append((one.columns, slice(start, stop)))
+        for name, several in pieces.items():
+            found[name] = _joined(
+                [Changes(c.indices[at], c.old[at], c.new[at]) for c, at in several]
+            )
+
+
+SMALL_NNZ: Final = 1 << 14  # changes below which no thread is worth its start
+
+
+def _is_small(landed: Landed) -> bool:
+    return landed.nnz < SMALL_NNZ
+
+
+def _joined(several: Sequence[Changes]) -> Changes:
+    """Join changes of one tensor, of which batches without room have their own columns."""
+    if len(several) == 1:
+        return several[0]
+    ordered = sorted(several, key=lambda changes: int(changes.indices[0]))
+    return Changes(*(np.concatenate(column) for column in zip(*ordered, strict=True)))
 
 
 class DeviceDiff:
     """Diffs of weights on one device; its buffers are kept from one diff to the next.
 
-    Call ``add`` for every tensor, then ``settle``; use from one thread and one stream at a time.
+    Call ``add`` for every tensor, then ``land``; use from one thread and one stream at a time.
     """
 
     def __init__(self, where: torch.device) -> None:
@@ -478,22 +587,21 @@ class DeviceDiff:
         for lane in self.lanes.values():
             lane.drop()
 
-    def settle(self, found: MutableMapping[str, Changes]) -> None:
-        """Wait for the changes of all tensors since the last call, and update the snapshot."""
+    def land(self) -> Landing:
+        """Wait for the changes of all tensors since the last call; then these may change."""
         for lane in self.lanes.values():
             lane.flush()
         landed = self._land([batch for lane in self.lanes.values() for batch in lane.take()])
-        changes: dict[str, list[Changes]] = defaultdict(list)
-        for first in landed:
-            one = first
-            if not one.room:  # seldom, and large: one at a time
-                (one,) = self._land([one.batch.lane.redo(one.batch, one.nnz)])
-            for name, some in _changes_of(one):
-                changes[name].append(some)
+        for number, one in enumerate(landed):
+            if one.start < 0:  # seldom, and large: one at a time
+                (landed[number],) = self._land([one.batch.lane.redo(one.batch, one.nnz)])
         for lane in self.lanes.values():
             lane.fit(sum(one.nnz for one in landed if one.batch.lane is lane))
-        for name, several in changes.items():
-            found[name] = several[0] if len(several) == 1 else _joined(several)
+        return Landing(landed)
+
+    def settle(self, found: MutableMapping[str, Changes]) -> None:
+        """Wait for the changes of all tensors since the last call, and update the snapshot."""
+        self.land().complete(found)
 
     def _lane(self, kind: LaneKind) -> Lane:
         if kind not in self.lanes:
@@ -516,65 +624,18 @@ class DeviceDiff:
         arenas = {id(one.arena): one.arena for one in placed}
         with streams.copying():
             arrived = {
-                key: [streams.receive(column[: used[key]]).numpy() for column in arena.columns]
+                key: [streams.receive(column[: used[key]]) for column in arena.columns]
                 for key, arena in arenas.items()
             }
             copied = streams.mark_copies()
         streams.wait(copied)
+        columns = {key: Columns.of(*some) for key, some in arrived.items()}
         ends = np.cumsum([batch.table.numel.size for batch in launched]).tolist()
         landed = []
         for batch, end, (start, nnz, _) in zip(launched, ends, headers.tolist(), strict=True):
-            mine = slice(start, start + nnz) if start >= 0 else slice(0, 0)
-            columns = tuple(column[mine] for column in arrived[id(batch.placed.arena)])
             blocks = counts[end - batch.table.numel.size : end]
-            landed.append(Landed(batch, nnz, start >= 0, blocks, columns))
+            landed.append(Landed(batch, nnz, start, blocks, columns[id(batch.placed.arena)]))
         return landed
-
-
-def _changes_of(landed: Landed) -> list[tuple[str, Changes]]:
-    """Return the changes of each span of a batch, after an update of a snapshot on the host."""
-    spans, table = landed.batch.spans, landed.batch.table
-    if not landed.nnz:
-        return []
-    offsets, new, *rest = landed.columns
-    dtype = BITS_DTYPES[new.itemsize]
-    first = np.array([one.at for one in spans], np.int64)[table.span] + table.first
-    positions = indices_of(first, landed.counts, offsets)
-    # Number of changes before each span, and after the last.
-    edges = np.searchsorted(table.span, np.arange(len(spans) + 1))
-    before = np.concatenate(([0], np.cumsum(landed.counts, dtype=np.int64)))[edges]
-    bits = new.view(dtype)
-    old = rest[0].view(dtype) if rest else _update_host(spans, before, positions, bits)
-    return [
-        (
-            one.tensor.name,
-            Changes(positions[low:high] - one.tensor.at, old[low:high], bits[low:high]),
-        )
-        for one, low, high in zip(spans, before[:-1].tolist(), before[1:].tolist(), strict=True)
-        if low < high
-    ]
-
-
-def _update_host(
-    spans: Sequence[TensorSpan],
-    before: npt.NDArray[np.int64],
-    positions: Indices,
-    new: Bits,
-) -> Bits:
-    """Write new bits into a snapshot on the host; return the old ones."""
-    old, number = np.empty_like(new), 0
-    for run in runs(spans):
-        mine = slice(int(before[number]), int(before[number + run.spans]))
-        kept = run.kept.numpy().view(new.dtype)
-        old[mine] = host.gather(kept, positions[mine])
-        host.scatter_(kept, positions[mine], new[mine])
-        number += run.spans
-    return old
-
-
-def _joined(several: Sequence[Changes]) -> Changes:
-    ordered = sorted(several, key=lambda changes: int(changes.indices[0]))
-    return Changes(*(np.concatenate(column) for column in zip(*ordered, strict=True)))
 
 
 @cache

@@ -328,6 +328,28 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
         weights[indices[i]] = bits[i]
 
 
+@compiled
+def expand_blocks(first: Any, counts: Any, offsets: Any, out: Any) -> None:
+    """Write the index of each change: block ``b`` has ``counts[b]`` of the offsets."""
+    at = 0
+    for block in range(first.shape[0]):
+        for _ in range(counts[block]):
+            out[at] = first[block] + offsets[at]
+            at += 1
+
+
+@compiled
+def exchange_blocks_(bits: Any, first: Any, counts: Any, offsets: Any, new: Any, old: Any) -> None:
+    """Write the new bits of changes, given as in :func:`expand_blocks`; keep the old ones."""
+    at = 0
+    for block in range(first.shape[0]):
+        for _ in range(counts[block]):
+            place = first[block] + offsets[at]
+            old[at] = bits[place]
+            bits[place] = new[at]
+            at += 1
+
+
 @_intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -333,7 +333,8 @@ class PlacementTable:
     def build(
         cls, placements: Sequence[LivePlacement], keys: "Sequence[DigestKey]", device: torch.device
     ) -> "PlacementTable":
-        """Build the table."""
+        """Build the table on a device, with or without an index."""
+        device = torch.empty(0, device=device).device  # as tensors there say it
         ordered = sorted(placements, key=lambda placement: placement.tensor)
         ndim = max((len(placement.dims) for placement in ordered), default=0)
         for placement in ordered:

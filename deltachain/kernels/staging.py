@@ -24,7 +24,8 @@ from deltachain.kernels.segments import (
     StagedChanges,
     Table,
 )
-from deltachain.kernels.torch_kernels import INT_DTYPES
+from deltachain.kernels.torch_kernels import INT_DTYPES, signed
+from deltachain.types import StateDigest
 
 BLOCK: Final = 512  # elements that a program works on at a time
 WARPS: Final = 16
@@ -217,6 +218,27 @@ def _blocks(visits: Table) -> Table:
     mine = visits[owners]
     count = np.minimum(mine[:, 2] - at, BLOCK)
     return np.stack([mine[:, 0], mine[:, 1] + at, count], axis=1)
+
+
+DIGEST_TURNS: Final = 32  # blocks that a program digests: one addition to each lane for all
+
+
+def digest(
+    key: tuple[int, int], bits: Tensor, start: int = 0, indices: Tensor | None = None
+) -> StateDigest:
+    """Compute the state digest of ``(n,)`` elements: from ``start`` on, or at ``indices``."""
+    numel = bits.numel()
+    head = _send(np.array([0, 0, *map(signed, key), numel, start], np.int64), bits.device)
+    launch(
+        _programs().digest_blocks,
+        -(-numel // (BLOCK * DIGEST_TURNS)),
+        *(head, bits.contiguous(), head if indices is None else indices.contiguous()),
+        WIDTH=bits.element_size(),
+        AT=indices is not None,
+        TURNS=DIGEST_TURNS,
+        **_BLOCKS,
+    )
+    return StateDigest(*(lane % (1 << 64) for lane in head[:2].tolist()))
 
 
 def write_(staged: StagedChanges) -> None:

@@ -270,14 +270,20 @@ def count_block(
 
 
 @triton.jit
-def _sum_lane(sums, key, position, bits, mask):
-    """Add the contributions of elements to one lane of the state digest."""
+def _mixed(key, position, bits, mask):
+    """Mix elements into their contributions to one lane of the state digest."""
     x = (key + position) ^ bits
     x *= _MIX_A
     x = x ^ ((x >> 32) & 0xFFFFFFFF)
     x *= _MIX_B
     x = x ^ ((x >> 29) & 0x7FFFFFFFF)
-    tl.atomic_add(sums, tl.sum(tl.where(mask, x, 0), 0), sem="relaxed")
+    return tl.where(mask, x, 0)
+
+
+@triton.jit
+def _sum_lane(sums, key, position, bits, mask):
+    """Add the contributions of elements to one lane of the state digest."""
+    tl.atomic_add(sums, tl.sum(_mixed(key, position, bits, mask), 0), sem="relaxed")
 
 
 @triton.jit
@@ -287,6 +293,41 @@ def extend(bits, WIDTH: tl.constexpr):
     if WIDTH < 8:
         extended &= (1 << (8 * WIDTH)) - 1
     return extended
+
+
+@triton.jit
+def digest_blocks(
+    head,
+    bits,
+    indices,
+    WIDTH: tl.constexpr,
+    AT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """Add elements to both lanes of a state digest, ``TURNS`` blocks a program.
+
+    ``head``, int64 of shape ``(6,)``: the lanes, their keys, the number of elements, and the index
+    of the first unless ``AT`` says that each has one in ``indices``.
+    """
+    key0, key1 = tl.load(head + 2), tl.load(head + 3)
+    numel, start = tl.load(head + 4), tl.load(head + 5)
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * (TURNS * BLOCK)
+    sum0 = tl.zeros([BLOCK], tl.int64)
+    sum1 = tl.zeros([BLOCK], tl.int64)
+    for begin in range(first, tl.minimum(first + TURNS * BLOCK, numel), BLOCK):
+        at = begin + lane
+        mask = at < numel
+        extended = extend(tl.load(bits + at, mask=mask, other=0), WIDTH)
+        index = start + at
+        if AT:
+            index = tl.load(indices + at, mask=mask, other=0)
+        scaled = index * _PHI
+        sum0 += _mixed(key0, scaled, extended, mask)
+        sum1 += _mixed(key1, scaled, extended, mask)
+    tl.atomic_add(head, tl.sum(sum0, 0), sem="relaxed")
+    tl.atomic_add(head + 1, tl.sum(sum1, 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["ndim"])

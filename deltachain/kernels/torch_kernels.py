@@ -1,4 +1,4 @@
-"""Kernels in torch operations, for weights on an accelerator.
+"""Kernels in torch operations, for weights on an accelerator; digests by Triton where it is.
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
 and add; ``bits_of`` returns such a view of any dtype. Sums wrap as on the host. Work is done
@@ -159,6 +159,10 @@ def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
 
 
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
+    from deltachain.kernels import staging  # noqa: PLC0415 - which imports this module
+
+    if staging.decodes_on(bits.device):
+        return staging.digest(key, bits, indices=indices)
     total = StateDigest()
     for at in range(0, indices.numel(), CHUNK):
         total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
@@ -166,6 +170,10 @@ def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDiges
 
 
 def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
+    from deltachain.kernels import staging  # noqa: PLC0415 - which imports this module
+
+    if staging.decodes_on(bits.device):
+        return staging.digest(key, bits, start)
     total = StateDigest()
     for at in range(0, bits.numel(), CHUNK):
         window = bits[at : at + CHUNK]

@@ -44,6 +44,7 @@ from deltachain.publish.snapshot import FILE_NUMEL, SMALL_NUMEL, Snapshot
 from deltachain.publish.wire_form import (
     CheckpointChanges,
     Diff,
+    Mapped,
     map_changes,
     sparse_change,
     window_change,
@@ -152,9 +153,9 @@ class VersionBits:
         self.state: StateDigest = snapshot.state
         self.kept_nbytes = self.most_nbytes = 0
 
-    def keep(self, diff: Diff) -> None:
-        """Keep the old bits of a diff that advanced the snapshot; call with the lock held."""
-        for name, changes in diff.live.items():
+    def keep(self, live: Mapping[str, Changes]) -> None:
+        """Keep the old bits of changes that advanced the snapshot; call with the lock held."""
+        for name, changes in live.items():
             if name in self._kept:
                 self._kept[name].append((changes.indices, changes.old))
                 self.kept_nbytes += changes.indices.nbytes + changes.old.nbytes
@@ -177,6 +178,7 @@ class VersionBits:
         with self._changing:
             if self._abandoned:
                 raise errors.ChainError(self._abandoned)
+            self._snapshot.settle()  # a diff on a device has advanced, and was not kept yet
             # The oldest comes last: whenever an element was copied, it ends as it was then.
             for indices, old in reversed(self._kept.pop(weight.spec.name)):
                 host.scatter_(bits, indices, old)
@@ -262,6 +264,7 @@ class Session:
         ranks: Ranks,
     ) -> None:
         self.source, self.snapshot, self.writer = source, snapshot, writer
+        snapshot.on_change = self._keep
         self.config = config
         self.ranks = self.anchor_ranks = ranks  # for the threads that commit and that add anchors
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
@@ -283,13 +286,14 @@ class Session:
         return sum(late.bits.kept_nbytes for late in tuple(self._late))
 
     def diff_(self, topic: str) -> Diff:
-        """Take the diff of the snapshot; keep the old bits for anchors on their way."""
+        """Take the diff of the snapshot; its changes are found by the thread that commits it."""
         self.source.agree(topic)
         with self._changing:
-            diff = self.snapshot.diff_()
-            for late in self._late:
-                late.bits.keep(diff)
-        return diff
+            return self.snapshot.diff_()
+
+    def _keep(self, live: Mapping[str, Changes]) -> None:
+        for late in self._late:
+            late.bits.keep(live)
 
     def has_changes(self, topic: str, diff: Diff, failure: Exception | None) -> bool:
         """Return whether any rank has changes or a failure; if that is unknown, revert the diff."""
@@ -308,8 +312,7 @@ class Session:
     def redo(self, diff: Diff) -> None:
         with self._changing:
             self.snapshot.redo(diff)
-            for late in self._late:
-                late.bits.keep(diff)
+            self._keep(diff.live)
 
     def settle(self) -> Version:
         self.writer.settle()
@@ -340,6 +343,8 @@ class Session:
             part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
         with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes, visible=False) as upload:
             if diff is not None:
+                with self._changing:
+                    diff.complete()
                 self._add_changes(upload, diff)
             elif attempt.base is None:
                 self._add_all_bits(upload, attempt.bits)
@@ -680,7 +685,8 @@ def _difference(session: Session, head: Committed, reading: ExitStack) -> tuple[
     except UNREADABLE as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
         return None, 0
-    return Diff({}, kept if held <= KEPT_NBYTES else _Again(find), digest, nnz), nbytes
+    mapped = Mapped({}, kept if held <= KEPT_NBYTES else _Again(find), digest)
+    return Diff(nnz, lambda: mapped), nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,21 @@ from torch import Tensor
 
 from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host, threaded, torch_kernels
 from deltachain.kernels.arrays import Changes
-from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
+from deltachain.kernels.device_diff import (
+    ALIGNMENT,
+    Compared,
+    CopyStream,
+    DeviceDiff,
+    Landing,
+    compares_on,
+)
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_scale, refuse_tensor
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to
-from deltachain.publish.wire_form import Diff, digest_window, map_changes
+from deltachain.publish.wire_form import Diff, Mapped, digest_window, map_landed
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, Indices, StateDigest
@@ -35,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 WINDOW_NUMEL: Final = 1 << 20
 """Elements copied and digested at a time by each thread: few enough to stay in cache."""
+
+DEVICE_WINDOW_NUMEL: Final = 1 << 26
+"""Elements digested at a time on a device."""
 
 FILE_NUMEL: Final = 4 * WINDOW_NUMEL
 """Elements of a file that are read, digested and compared at a time."""
@@ -191,6 +202,7 @@ class _Window(NamedTuple):
     window: AdjacentRuns
     bits: Bits
     live: Bits | None
+    digest: StateDigest | None = None  # if it was computed on the weight's device
 
 
 class _Digested(NamedTuple):
@@ -232,11 +244,13 @@ class Snapshot:
         self._kept: dict[str, Kept] = {}
         self._places: dict[torch.device, SnapshotPlace] = {}
         self._diffs: dict[torch.device, DeviceDiff] = {}
-        self.state = StateDigest()  # of this rank's weights, frozen ones too
+        self._state = StateDigest()
         self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
         self._frozen: dict[str, _Frozen] = {}
         self._files = {one.spec.name: one for one in source.weights if one.file is not None}
         self._in_turn = ""
+        self._pending: Diff | None = None  # the newest diff, if its changes are not found yet
+        self.on_change: Callable[[Mapping[str, Changes]], None] = lambda _: None
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
         for weight in trained:
@@ -251,7 +265,7 @@ class Snapshot:
             for weight, window, digest in pool.ordered(
                 _fill, windows, ahead=ahead, small=lambda one: len(one.window.indices) < SMALL_NUMEL
             ):
-                self.state += digest
+                self._state += digest
                 name = weight.spec.name
                 if weight.frozen:
                     so_far = self._frozen.get(name)
@@ -272,8 +286,15 @@ class Snapshot:
     def kernel(self) -> str:
         return "device" if self._on_device or self._diffs else "numba"
 
+    @property
+    def state(self) -> StateDigest:
+        """State digest of this rank's weights, frozen ones too."""
+        self.settle()
+        return self._state
+
     def bits(self, weight: Weight) -> Bits:
         """Return the last published flat bits of one weight, a copy of those on a device."""
+        self.settle()
         kept = self._kept.get(weight.spec.name)
         if kept is not None:
             return _on_host(kept)
@@ -291,6 +312,7 @@ class Snapshot:
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
         """Return the state digest of a window, if it is whole and has not changed yet."""
+        self.settle()
         digested = self._digested.get((weight.spec.name, window.spec.name), _Digested())
         return digested.digest if digested.numel == len(window.indices) else None
 
@@ -321,8 +343,14 @@ class Snapshot:
         self._note(weight, known.digest)
 
     def diff_(self) -> Diff:
-        """Find the changes since the last call, and advance the snapshot: all or nothing."""
+        """Take the changes since the last call, all or nothing; then weights may change again.
+
+        The diff finds, divides and digests them when it is first used, and advances the snapshot.
+        The call after this one does, at the latest; ``on_change`` is told the changes then.
+        """
+        self.settle()
         found: dict[str, Changes] = {}
+        landings: list[Landing] = []
         self._in_turn = next(self._turns, "")
         try:
             for weight in self._source.live_weights():
@@ -331,26 +359,41 @@ class Snapshot:
                     self._diff(weight, kept, found)
                 else:
                     self._check_frozen(weight)
-            for one in self._diffs.values():
-                one.settle(found)
-            diff = map_changes(found, self._source.weights)
+            landings += (one.land() for one in self._diffs.values())
         except BaseException:
             for one in self._diffs.values():
                 one.drop()
-                one.settle(found)
+                landings.append(one.land())
+            for landing in landings:
+                landing.complete(found)
             self._put_back(found)
             raise
-        self.state += diff.digest
-        if found:
+        nnz = sum(changes.indices.size for changes in found.values())
+        nnz += sum(landing.nnz for landing in landings)
+        find = partial(map_landed, landings, found, self._source.weights)
+        self._pending = Diff(nnz, find, self._advance)
+        return self._pending
+
+    def _advance(self, mapped: Mapped) -> None:
+        self._state += mapped.digest
+        if mapped.live:
             self._digested.clear()
-        return diff
+            self.on_change(mapped.live)
+
+    def settle(self) -> None:
+        """Find the changes of the newest diff, if nobody did."""
+        if self._pending is not None:
+            self._pending.complete()
+            self._pending = None
 
     def restore(self, diff: Diff) -> None:
-        self.state -= diff.digest
+        self.settle()
+        self._state -= diff.digest
         self._put_back(diff.live)
 
     def redo(self, diff: Diff) -> None:
-        self.state += diff.digest
+        self.settle()
+        self._state += diff.digest
         for name, changes in diff.live.items():
             _write_(self._kept[name], changes.indices, changes.new)
 
@@ -368,29 +411,39 @@ class Snapshot:
                 continue
             if weight.frozen:
                 bits = wire_bits(weight)
+            elif self._compares(weight.tensor.device):
+                kept, there = self._keep_of_device(weight, slabs)
+                if weight.element_map.axes is None:  # else neighbours are in different windows
+                    for window in weight.element_map.windows(DEVICE_WINDOW_NUMEL):
+                        yield _Window(weight, window, bits, None, _digest_there(window, there))
+                    continue
+                bits = _on_host(kept)
             else:
-                bits, live = self._keep(weight, slabs)
+                bits, live = self._keep(weight)
             for window in weight.element_map.windows(WINDOW_NUMEL):
                 yield _Window(weight, window, bits, live)
 
-    def _keep(self, weight: Weight, slabs: Slabs) -> tuple[Bits, Bits | None]:
-        """Take room for a weight; return it on the host, and live bits still to be copied there."""
-        spec, device_of = weight.spec, weight.tensor.device
-        numel, width = weight.element_map.box.numel, spec.itemsize
-        if not self._compares(device_of):
-            bits, live = _room_on_host(weight)
-            signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
-            self._kept[spec.name] = Kept(torch.from_numpy(signed), 0, numel, resident=False)
-            return bits, live
+    def _keep(self, weight: Weight) -> tuple[Bits, Bits | None]:
+        """Take room for a weight on the host; return it, and live bits still to be copied there."""
+        spec, (bits, live) = weight.spec, _room_on_host(weight)
+        signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
+        numel = weight.element_map.box.numel
+        self._kept[spec.name] = Kept(torch.from_numpy(signed), 0, numel, resident=False)
+        return bits, live
+
+    def _keep_of_device(self, weight: Weight, slabs: Slabs) -> tuple[Kept, Tensor]:
+        """Copy a weight into the snapshot; return its room, and its bits on its device."""
+        device_of, there = weight.tensor.device, _bits_there(weight)
+        numel, width = weight.element_map.box.numel, weight.spec.itemsize
         resident = self._place(device_of) == "device"
         where = device_of if resident else torch.device("cpu")
         pinned = device_of.type == "cuda" and not resident
         kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
-        kept.bits.copy_(_bits_there(weight))
+        kept.bits.copy_(there)
         wait_for_writes(kept.slab)
         self._diff_on(device_of).expect(_compared(weight, kept).kind, numel)
-        self._kept[spec.name] = kept
-        return _on_host(kept), None
+        self._kept[weight.spec.name] = kept
+        return kept, there
 
     def _place(self, where: torch.device) -> SnapshotPlace:
         if where not in self._places:
@@ -454,11 +507,22 @@ def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
 def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
     """Copy a window into the snapshot if it is not there; return it with its state digest."""
     select = one.window.select
+    if one.digest is not None:
+        return one.weight, one.window, one.digest
     if one.weight.file is not None:
         return one.weight, one.window, digest_window(one.window, _of_file(one.weight, select))
     if one.live is not None:
         one.bits[select] = one.live[select]
     return one.weight, one.window, digest_window(one.window, one.bits[select])
+
+
+def _digest_there(window: AdjacentRuns, bits: Tensor) -> StateDigest:
+    """Compute the state digest of consecutive elements on the device of their bits."""
+    key, indices = digest_key(window.spec), window.indices
+    mine = bits[window.select]
+    if isinstance(indices, range):
+        return torch_kernels.digest(key, mine, indices.start)
+    return torch_kernels.digest_at(key, torch_kernels.receive(indices, mine), mine)
 
 
 def _of_file(weight: Weight, select: Any) -> Bits:  # noqa: ANN401 - a slice

@@ -1,9 +1,8 @@
 """Wire form of a changed tensor: its changes, a window, or all its bits."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.codec import Change
@@ -15,10 +14,16 @@ from deltachain.kernels import host, threaded
 from deltachain.kernels.arrays import Changes
 from deltachain.kernels.protocol import digest_change
 from deltachain.publish.model.layout import AdjacentRuns
+from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec
 
 if TYPE_CHECKING:
+    from deltachain.kernels.device_diff import Landing
     from deltachain.publish.model.source import Weight
+
+
+SMALL_NNZ: Final = 1 << 14
+"""Changes of a weight below which no thread is worth its start."""
 
 
 class CheckpointChanges(NamedTuple):
@@ -35,30 +40,83 @@ class CheckpointChanges(NamedTuple):
         return sum(array.nbytes for array in self.changes)
 
 
-@dataclass(frozen=True, slots=True)
-class Diff:
-    """Changed elements of the weights of a rank, mapped to the checkpoint and digested once."""
+class Mapped(NamedTuple):
+    """Changed elements of live weights, the same mapped to the checkpoint, and their digest."""
 
     live: Mapping[str, Changes]
-    by_tensor: Iterable[CheckpointChanges]
-    digest: StateDigest
-    nnz: int
+    by_tensor: Iterable[CheckpointChanges] = ()
+    digest: StateDigest = StateDigest()
 
 
-NO_CHANGES = Diff({}, (), StateDigest(), 0)
+class Diff:
+    """Changed elements of the weights of a rank; ``nnz`` is their number.
+
+    The trainer does not wait for the rest: it is found in the first use, by any thread, one at a
+    time. ``then`` is called with it once.
+    """
+
+    def __init__(
+        self,
+        nnz: int,
+        find: Callable[[], Mapped],
+        then: Callable[[Mapped], None] = lambda _: None,
+    ) -> None:
+        self.nnz = nnz
+        self._find, self._then = find, then
+        self._mapped: Mapped | None = None
+
+    def complete(self) -> Mapped:
+        if self._mapped is None:
+            mapped = self._find()
+            self._then(mapped)
+            self._mapped = mapped
+        return self._mapped
+
+    @property
+    def live(self) -> Mapping[str, Changes]:
+        return self.complete().live
+
+    @property
+    def by_tensor(self) -> Iterable[CheckpointChanges]:
+        return self.complete().by_tensor
+
+    @property
+    def digest(self) -> StateDigest:
+        return self.complete().digest
 
 
-def map_changes(live: Mapping[str, Changes], weights: "Sequence[Weight]") -> Diff:
+NO_CHANGES = Diff(0, lambda: Mapped({}))
+
+
+def map_landed(
+    landings: "Iterable[Landing]", found: dict[str, Changes], weights: "Iterable[Weight]"
+) -> Mapped:
+    """Complete diffs on devices, whose changes are added to ``found``; map all of them."""
+    for landing in landings:
+        landing.complete(found)
+    return map_changes(found, weights)
+
+
+def map_changes(live: Mapping[str, Changes], weights: "Iterable[Weight]") -> Mapped:
+    """Map changes of live weights to the checkpoint, and digest them, on all cores."""
+    changed = [(weight, live[weight.spec.name]) for weight in weights if weight.spec.name in live]
+    with Pool(cores()) as pool:
+        parts = pool.ordered(_mapped, changed, ahead=4 * cores(), small=_is_small)
+        mapped = [one for part in parts for one in part]
+    return Mapped(live, mapped, sum((one.digest for one in mapped), StateDigest()))
+
+
+def _is_small(changed: "tuple[Weight, Changes]") -> bool:
+    return changed[1].indices.size < SMALL_NNZ
+
+
+def _mapped(changed: "tuple[Weight, Changes]") -> list[CheckpointChanges]:
+    weight, found = changed
     mapped = []
-    for weight in weights:
-        found = live.get(weight.spec.name)
-        if found is None:
-            continue
-        for spec, select, indices in weight.element_map.split(found.indices):
-            changes = Changes(indices, found.old[select], found.new[select])
-            mapped.append(CheckpointChanges(weight, spec, changes, digest_change(spec, *changes)))
-    nnz = sum(changes.indices.size for changes in live.values())
-    return Diff(live, tuple(mapped), sum((one.digest for one in mapped), StateDigest()), nnz)
+    for spec, select, indices in weight.element_map.split(found.indices):
+        changes = Changes(indices, found.old[select], found.new[select])
+        mapped.append(CheckpointChanges(weight, spec, changes, digest_change(spec, *changes)))
+    return mapped
 
 
 def sparse_change(

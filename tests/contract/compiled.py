@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deltachain.kernels import staging_programs
-from deltachain.kernels.staging import BLOCK, WARPS
+from deltachain.kernels.staging import BLOCK, DIGEST_TURNS, WARPS
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
 ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
@@ -42,6 +42,9 @@ def cases() -> Iterator[Case]:
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
             yield staging_programs.stage_block, width, constants
         yield staging_programs.write_block, width, {}
+        for at in (False, True):
+            constants = {"WIDTH": width, "AT": at, "TURNS": DIGEST_TURNS}
+            yield staging_programs.digest_blocks, width, constants
     for masked in (False, True):
         yield staging_programs.count_block, 2, {"MASKED": masked}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltachain.kernels import segments, staging
 from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm, Given, batch_of
+from tests.contract.kernels import ProgramArm, check_digest
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0
@@ -97,6 +98,7 @@ def main() -> int:
             check(arm)
         guards.check()
         sys.stdout.write(f"ok {check.__name__} {time.perf_counter() - start:.1f} s\n")
+    check_digest(ProgramArm("cpu"))
     return 0
 
 

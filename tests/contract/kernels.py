@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import host, torch_kernels
+from deltachain.kernels import host, staging, torch_kernels
 from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import Compared, DeviceDiff
 from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
@@ -40,6 +40,17 @@ class DeviceArm:
     def send(self, bits: Bits) -> Tensor:
         signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
         return torch.from_numpy(signed.copy()).to(self._where)
+
+
+class ProgramArm(DeviceArm):
+    """Digests by the Triton program, which torch operations replace without Triton."""
+
+    def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest:
+        return staging.digest(key, self.send(bits), start)
+
+    def digest_at(self, key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
+        at = torch.from_numpy(indices).to(self._where)
+        return staging.digest(key, self.send(bits), indices=at)
 
 
 class CrossingArm(DeviceArm):

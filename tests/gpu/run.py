@@ -4,13 +4,13 @@ The kernels need only torch, numpy and a card: no pytest, no other package of ou
 rank need what deltachain is installed with, and are left out, saying so, where that is not there.
 
 To add checks, extend ``_checks``; to add a benchmark, extend ``BENCHES``: a function of a torch
-device that returns figures by name.
+device that yields figures by name.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,35 +23,50 @@ from tests.gpu.diff import bench_diff, bench_kernels, diff_checks
 
 def main() -> int:
     if sys.argv[1:] != ["test"] and sys.argv[1:2] != ["bench"]:
-        sys.stderr.write("usage: python -m tests.gpu.run test | bench [DIVISOR OF MODEL SIZES]\n")
+        sys.stderr.write(
+            f"usage: python -m tests.gpu.run test | bench [{'|'.join(BENCHES)}] [DIVISOR]\n"
+        )
         return 2
     if not torch.cuda.is_available():
         sys.stderr.write("no CUDA device: nothing was tested\n")
         return 1
     card = torch.cuda.get_device_name()
-    if sys.argv[1] == "bench":
-        return _bench(card, int(sys.argv[2]) if len(sys.argv) == 3 else None)
-    return _test(card)
+    return _test(card) if sys.argv[1] == "test" else _bench(card, sys.argv[2:])
 
 
-def _bench_update(where: str, divisor: int | None) -> dict[str, Any]:
-    try:
-        from tests.gpu.update import bench_update  # noqa: PLC0415
-    except ModuleNotFoundError as exc:
-        return {"skipped": str(exc)}
-    return bench_update(where, divisor)
+def _bench_update(where: str, divisor: int | None) -> Iterator[tuple[str, Any]]:
+    from tests.gpu.update import bench_update  # noqa: PLC0415
+
+    yield from bench_update(where, divisor)
 
 
-BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
-    "kernels": lambda where, _: bench_kernels(where),
+def _bench_end_to_end(where: str, divisor: int | None) -> Iterator[tuple[str, Any]]:
+    from tests.gpu.end_to_end import bench_end_to_end  # noqa: PLC0415
+
+    yield from bench_end_to_end(where, divisor)
+
+
+BENCHES: dict[str, Callable[[str, int | None], Iterable[tuple[str, Any]]]] = {
+    "kernels": lambda where, _: bench_kernels(where).items(),
     "diff": bench_diff,
     "update": _bench_update,
+    "end-to-end": _bench_end_to_end,
 }
 
 
-def _bench(card: str, divisor: int | None) -> int:
-    figures = {name: one("cuda", divisor) for name, one in BENCHES.items()}
-    sys.stdout.write(json.dumps({"device": card, **figures}, indent=2) + "\n")
+def _bench(card: str, arguments: list[str]) -> int:
+    """Print each figure as soon as it is known, as a line of JSON."""
+    divisor = next((int(one) for one in arguments if one.isdecimal()), None)
+    for name in [one for one in arguments if one in BENCHES] or BENCHES:
+        start = time.perf_counter()
+        try:
+            for figure, value in BENCHES[name]("cuda", divisor):
+                line = {"device": card, "bench": name, "figure": figure, "value": value}
+                sys.stdout.write(json.dumps(line) + "\n")
+                sys.stdout.flush()
+        except ModuleNotFoundError as exc:
+            sys.stdout.write(f"{name} is skipped: {exc}\n")
+        sys.stderr.write(f"{name}: {time.perf_counter() - start:.0f} s\n")
     return 0
 
 

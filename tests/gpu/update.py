@@ -75,16 +75,14 @@ def bench_update(
     where: str,
     divisor: int | None = None,
     shapes: Sequence[ModelShape] = (DENSE_8B, MOE_18K),
-) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+) -> Iterator[tuple[str, Any]]:
     for shape in shapes:
         used = divisor or 2 * fitting(shape, where, resident=True)
         scene = Scene(shape.scaled(used), where)
-        figures[shape.name] = {"sizes_divided_by": used, **_times(scene)}
+        yield shape.name, {"sizes_divided_by": used, **_times(scene)}
         del scene
         if torch.device(where).type == "cuda":
             torch.cuda.empty_cache()
-    return figures
 
 
 def _times(scene: Scene) -> dict[str, float]:

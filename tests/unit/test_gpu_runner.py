@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.kernels import torch_kernels
+from tests.gpu.end_to_end import bench_end_to_end
 from tests.gpu.ranks import checks, snapshot_checks
 
 RANKS = dict(checks("cpu"))
@@ -30,6 +31,12 @@ def test_a_rank_is_checked_on_any_torch_device(
     if not on_host:
         monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
     RANKS[name]()
+
+
+@pytest.mark.full
+def test_the_benchmark_of_a_trainer_and_a_replica_compares_every_bit() -> None:
+    figures = dict(bench_end_to_end("cpu", 16))
+    assert 0 < figures["snapshot on the host"]["changed"] < 1
 
 
 @pytest.mark.full
