@@ -479,7 +479,8 @@ class Columns(NamedTuple):
         return cls(offsets.numpy(), bits, before, np.empty(bits.size, np.int64))
 
 
-class Landed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Landed:
     """A batch that was compared, and its changes on the host."""
 
     batch: Launched
@@ -487,6 +488,8 @@ class Landed(NamedTuple):
     start: int  # first of its changes in the columns; negative if there was no room for them
     counts: npt.NDArray[np.int16]  # number of changes of each block, shape `(blocks,)`
     columns: Columns
+    done: Indices = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Runs of a snapshot on the host that have the changes: a call that was interrupted goes on."""
 
     def fill(self) -> None:
         """Find the indices of the changes; write them into a snapshot on the host."""
@@ -500,14 +503,16 @@ class Landed(NamedTuple):
         places = table.first + np.array([one.at for one in spans], np.int64)[table.span]
         before = np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
         number = 0
-        for run in runs(spans):
+        for turn, run in enumerate(runs(spans)):
             low, high = np.searchsorted(table.span, (number, number + run.spans)).tolist()
-            some = slice(before[low], before[high])
-            host.exchange_blocks_(
-                run.kept.numpy().view(new.dtype),
-                places[low:high], self.counts[low:high], offsets[some], new[some], old[some],
-            )  # fmt: skip
             number += run.spans
+            some = slice(before[low], before[high])
+            if turn >= self.done[0]:
+                host.exchange_blocks_(
+                    run.kept.numpy().view(new.dtype),
+                    (places[low:high], self.counts[low:high]),
+                    offsets[some], new[some], old[some], self.done,
+                )  # fmt: skip
 
     def pieces(self) -> Iterator[tuple[str, int, int]]:
         """Yield the name of each changed tensor, its first change in the columns and their end."""
@@ -529,9 +534,9 @@ class Landing:
     def complete(self, found: MutableMapping[str, Changes]) -> None:
         """Give ``found`` the changes of each tensor, and write them into a snapshot on the host.
 
-        Once, in any thread, on all cores; until then a snapshot on the host is as it was before.
+        In any thread, on all cores; until then a snapshot on the host is as it was before.
         """
-        landed, self._landed = self._landed, []
+        landed = self._landed
         with Pool(cores()) as pool:
             for _ in pool.ordered(Landed.fill, landed, ahead=4 * cores(), small=_is_small):
                 pass

@@ -339,8 +339,12 @@ def expand_blocks(first: Any, counts: Any, offsets: Any, out: Any) -> None:
 
 
 @compiled
-def exchange_blocks_(bits: Any, first: Any, counts: Any, offsets: Any, new: Any, old: Any) -> None:
-    """Write the new bits of changes, given as in :func:`expand_blocks`; keep the old ones."""
+def exchange_blocks_(bits: Any, blocks: Any, offsets: Any, new: Any, old: Any, done: Any) -> None:
+    """Write the new bits of changes, given as in :func:`expand_blocks`; keep the old ones.
+
+    ``done[0]`` counts such calls: compiled kernels do all of it in one call, without exceptions.
+    """
+    first, counts = blocks
     at = 0
     for block in range(first.shape[0]):
         for _ in range(counts[block]):
@@ -348,6 +352,7 @@ def exchange_blocks_(bits: Any, first: Any, counts: Any, offsets: Any, new: Any,
             old[at] = bits[place]
             bits[place] = new[at]
             at += 1
+    done[0] += 1
 
 
 @_intrinsic

@@ -375,10 +375,10 @@ class Snapshot:
         return self._pending
 
     def _advance(self, mapped: Mapped) -> None:
-        self._state += mapped.digest
         if mapped.live:
             self._digested.clear()
             self.on_change(mapped.live)
+        self._state += mapped.digest
 
     def settle(self) -> None:
         """Find the changes of the newest diff, if nobody did."""

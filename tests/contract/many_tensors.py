@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain.kernels import host
 from deltachain.kernels.arrays import Changes
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff
 from deltachain.kernels.torch_kernels import INT_DTYPES
@@ -196,6 +197,30 @@ def check_a_drop(where: str) -> None:
     weights.check(settle(diff))
 
 
+def check_a_landing_that_fails_once(where: str) -> None:
+    """Memory that is short in the middle loses no change: the next call goes on."""
+    with patch("deltachain.kernels.device_diff.BATCH_NBYTES", 3 * 4096 * 2):
+        weights = Weights(where, resident=False)
+        diff = DeviceDiff(torch.device(where))
+        weights.add_to(diff)
+        landing, found = diff.land(), dict[str, Changes]()
+    original, calls = host.exchange_blocks_, iter((False, True))
+
+    def exchange(*arguments: Any) -> None:
+        if next(calls, False):
+            raise MemoryError
+        original(*arguments)
+
+    with patch.object(host, "exchange_blocks_", exchange):
+        try:
+            landing.complete(found)
+        except MemoryError:
+            landing.complete(found)
+        else:
+            raise AssertionError("there was one batch only")
+    weights.check(found)
+
+
 def check_other_casts(where: str) -> None:
     """Weights of a dtype that no kernel casts are cast by torch."""
     values = np.linspace(-3, 3, 9_000, dtype=np.float32)
@@ -236,6 +261,7 @@ MANY_CHECKS: tuple[Callable[[str], None], ...] = (
     check_launches_waits_and_copies,
     check_bytes_that_cross_back,
     check_a_drop,
+    check_a_landing_that_fails_once,
     check_other_casts,
     check_room_that_is_too_small,
 )
