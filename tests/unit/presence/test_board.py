@@ -14,17 +14,10 @@ from unittest import mock
 import msgspec
 import pytest
 
+from deltachain import errors
 from deltachain.control.comparison import ReplicaRow, compare
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import Roster
-from deltachain.errors import (
-    ConfigError,
-    ControlPlaneError,
-    DeltaChainError,
-    ForkedChainError,
-    MalformedError,
-    StorePermissionError,
-)
 from deltachain.presence import record as record_module
 from deltachain.presence import writer as writer_module
 from deltachain.presence.record import (
@@ -107,7 +100,7 @@ ABSENT = Ellipsis  # with an id that all workers of a run agree on
 
 @pytest.mark.parametrize("data", NO_RECORDS)
 def test_what_is_no_record_is_malformed(data: bytes) -> None:
-    with pytest.raises(MalformedError, match="no presence record"):
+    with pytest.raises(errors.MalformedError, match="no presence record"):
         parse_record(data, "r.json")
 
 
@@ -141,7 +134,7 @@ def test_a_wrong_type_or_number_is_malformed(field: str, value: object) -> None:
     place[name] = value
     if value is ABSENT:
         del place[name]
-    with pytest.raises(MalformedError, match="no presence record"):
+    with pytest.raises(errors.MalformedError, match="no presence record"):
         parsed(found)
 
 
@@ -181,7 +174,7 @@ def test_a_follower_without_its_folder_and_an_agent_without_its_server_are_not_r
     with Subscriber(SubscribeConfig(url=url), folder) as subscriber:
         subscriber.update()
         assert follower_status(subscriber, {}, engine="follow", trouble=None).ready
-        away = ControlPlaneError("http://127.0.0.1:1 does not answer")
+        away = errors.ControlPlaneError("http://127.0.0.1:1 does not answer")
         status = follower_status(subscriber, {}, engine="agent", trouble=away)
         assert (status.ready, status.reason) == (False, "http://127.0.0.1:1 does not answer")
         shutil.rmtree(folder)
@@ -241,11 +234,11 @@ def test_every_store_carries_presences(board_url: str) -> None:
     assert _look(board_url) == {}
 
 
-def _look(url: str) -> dict[str, PresenceFound | DeltaChainError]:
+def _look(url: str) -> dict[str, PresenceFound | errors.DeltaChainError]:
     with closing(PresenceBoard(url)) as board:
         try:
             return dict(board.look())
-        except ControlPlaneError:
+        except errors.ControlPlaneError:
             return {}
 
 
@@ -368,7 +361,7 @@ def test_only_what_changed_is_read_again(counted: Counted, monkeypatch: pytest.M
     versions = [one.status.version for one in found.values() if isinstance(one, PresenceFound)]
     assert versions == [22]
     counted.delete("a.json")
-    assert [type(one) for one in board.look().values()] == [MalformedError]
+    assert [type(one) for one in board.look().values()] == [errors.MalformedError]
 
 
 def test_looks_at_once_ask_the_store_once(
@@ -387,7 +380,7 @@ def test_looks_at_once_ask_the_store_once(
     assert isinstance(second, PresenceFound)
     assert second.age_s == pytest.approx(first.age_s + 0.5, abs=0.01)
     now[0] += 0.6
-    with pytest.raises(ControlPlaneError):
+    with pytest.raises(errors.ControlPlaneError):
         board.look()
 
 
@@ -482,28 +475,30 @@ def test_one_that_starts_again_keeps_its_record(store: FaultyStore) -> None:
 
 
 def test_one_that_may_not_read_its_record_renews_it(store: FaultyStore, source: Source) -> None:
-    refused = StorePermissionError("no right to read")
+    refused = errors.StorePermissionError("no right to read")
     with mock.patch.object(store, "get", side_effect=refused), writer(source, every_s=0.01) as made:
         source.wait(4)
         assert not made._failures
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ForkedChainError("two histories")])
+@pytest.mark.parametrize(
+    "error", [None, KeyboardInterrupt(), errors.ForkedChainError("two histories")]
+)
 @pytest.mark.parametrize("may_delete", [True, False])
 def test_only_an_error_leaves_its_reason_and_where_nothing_may_be_deleted_the_end(
     store: FaultyStore, source: Source, error: BaseException | None, *, may_delete: bool
 ) -> None:
-    refused = StorePermissionError("no right to delete", key="", url="memory://board")
+    refused = errors.StorePermissionError("no right to delete", key="", url="memory://board")
     with ExitStack() as stack:
         if not may_delete:
             stack.enter_context(mock.patch.object(store, "delete", side_effect=refused))
-        stack.enter_context(suppress(KeyboardInterrupt, ForkedChainError))
+        stack.enter_context(suppress(KeyboardInterrupt, errors.ForkedChainError))
         stack.enter_context(writer(source))
         source.wait(1)
         if error:
             raise error
     ended = [found.ended for found in records(store)]
-    if isinstance(error, ForkedChainError):
+    if isinstance(error, errors.ForkedChainError):
         assert ended == ["two histories"]
     else:
         assert ended == ([] if may_delete else [""])
@@ -564,7 +559,7 @@ def test_without_a_thread_the_replica_serves_on(
 
 @pytest.mark.parametrize("url", ["s3://b/x", "s3://b/x/replicas", "s3://b"])
 def test_it_is_never_written_into_a_chain(source: Source, url: str) -> None:
-    with pytest.raises(ConfigError, match="the chain s3://b/x"):
+    with pytest.raises(errors.ConfigError, match="the chain s3://b/x"):
         writer(source, url)
     assert not source.asked.acquire(blocking=False)
 

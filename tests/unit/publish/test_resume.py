@@ -8,17 +8,9 @@ import pytest
 from safetensors.torch import save_file
 from torch import nn
 
+from deltachain import errors
 from deltachain.chain import commits
 from deltachain.chain.chain import Chain
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    PublisherFencedError,
-    StoreUnavailableError,
-    StoreWentBackError,
-)
 from deltachain.format.documents import dump
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import Publisher
@@ -82,7 +74,7 @@ def test_the_chain_of_another_model_is_refused(
     settings: dict[str, str],
 ) -> None:
     before = versions(store)
-    with pytest.raises(ChainMismatchError, match="another model") as caught:
+    with pytest.raises(errors.ChainMismatchError, match="another model") as caught:
         attach(other, **settings)
     assert "URL of its own" in caught.value.hint
     assert versions(store) == before
@@ -92,7 +84,7 @@ def test_the_chain_of_another_model_is_refused(
 def test_another_publisher_that_takes_over_first_wins(
     begin: Begin, store: MemoryStore, trained: TinyModel
 ) -> None:
-    with pytest.raises(PublisherFencedError):
+    with pytest.raises(errors.PublisherFencedError):
         begin(trained, Fault(lambda: begin(trained), "manifests/"))
     assert versions(store)[-1] == (4, "delta", 1)
 
@@ -159,14 +151,14 @@ def test_an_object_that_is_corrupt_once_is_fetched_again(begin: Begin) -> None:
 
 @pytest.mark.usefixtures("trained")
 def test_attaching_can_be_tried_again(begin: Begin) -> None:
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         begin(at_step(1), Fault("fail", "deltas/"))
     one = begin(at_step(1))
     one.assert_head_is(one.publisher.version)
 
 
 def test_a_chain_without_a_version_is_begun(begin: Begin) -> None:
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         begin(plain_model(), Fault("fail", "anchors/"))
     assert versions(begin().store) == [(0, "anchor", 0)]
 
@@ -186,7 +178,7 @@ def base(tmp_path: Path) -> Path:
 def test_a_model_that_does_not_hold_the_base_is_refused(
     attach: Attach, store: MemoryStore, base: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="does not hold the bits") as caught:
+    with pytest.raises(errors.ConfigError, match="does not hold the bits") as caught:
         attach(plain_model(1), base=base)
     assert "before training" in caught.value.hint
     assert store.find("manifests/00000000000000000000.json") is None
@@ -196,7 +188,7 @@ def test_a_base_that_lacks_a_tensor_is_refused(attach: Attach, tmp_path: Path) -
     tensors = plain_model().state_dict()
     del tensors["1.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has None, the model has .*1\.bias"):
+    with pytest.raises(errors.ConfigError, match=r"has None, the model has .*1\.bias"):
         attach(plain_model(), base=tmp_path)
 
 
@@ -267,11 +259,11 @@ def test_an_open_publisher_waits_for_a_store_that_went_back(
         try:
             future = one.call(step)
             one.publisher.flush()
-        except StoreWentBackError:
+        except errors.StoreWentBackError:
             assert on_error == "raise"
         else:
             assert on_error == "warn"
-            assert not future.done() or isinstance(future.exception(), StoreWentBackError)
+            assert not future.done() or isinstance(future.exception(), errors.StoreWentBackError)
         assert head_of(store).version == 1
         assert not before or keys_of(store) == before  # and no payload is put in vain
     assert on_error == "raise" or caplog.text.count("went back") >= 3
@@ -288,7 +280,7 @@ def test_a_restarted_publisher_goes_on_where_the_store_went_back_to(
     then = keys_of(store)
     one.publish(2, 3)
     go_back(store, then)
-    with pytest.raises(StoreWentBackError, match="restart this publisher"):
+    with pytest.raises(errors.StoreWentBackError, match="restart this publisher"):
         one.publish(4)
     one.publisher.close()
     assert keys_of(store).get(HEAD_KEY) == then.get(HEAD_KEY)
@@ -329,7 +321,7 @@ def test_versions_behind_a_gap_are_never_walked_into(
     for version in range(*gap):
         any_store.delete(manifest_key(version))
     before = keys_of(any_store)
-    with pytest.raises(BrokenChainError, match=r"of versions \d+.* are missing") as caught:
+    with pytest.raises(errors.BrokenChainError, match=r"of versions \d+.* are missing") as caught:
         place.newest(Chain.open(any_store))
     assert caught.value.version == gap[0]
     assert keys_of(any_store) == before
@@ -358,7 +350,7 @@ def test_a_version_far_behind_a_gap_is_found(store: MemoryStore) -> None:
     made = extend(create(store), 3)
     for version in (2 + 9_000, 2 + 19_990, 2 + 2**20):
         store.put(manifest_key(version), b"any")
-        with pytest.raises(BrokenChainError, match=f"one of version {version}"):
+        with pytest.raises(errors.BrokenChainError, match=f"one of version {version}"):
             place.newest(Chain.open(store))
         store.delete(manifest_key(version))
     assert place.newest(Chain.open(store)) == made[-1]
@@ -430,7 +422,7 @@ def test_nothing_is_made_where_nothing_can_be_shown(
     publish(attach(plain_model()), plain_model(), 1)
     lose(store, *gone)
     before = keys_of(store)
-    with pytest.raises(BrokenChainError, match=why) as caught:
+    with pytest.raises(errors.BrokenChainError, match=why) as caught:
         attach(model)
     assert hint in caught.value.hint
     assert keys_of(store) == before
@@ -440,7 +432,7 @@ def test_versions_of_two_chains_are_not_told_apart(attach: Attach, store: Memory
     made = extend(create(store), 3)
     store.delete(CHAIN_KEY)
     store.put(manifest_key(3), dump(manifest_after(made[-1], chain="two")))
-    with pytest.raises(DeltaChainError):
+    with pytest.raises(errors.DeltaChainError):
         attach(plain_model())
 
 

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from deltachain import errors
 from deltachain.chain.chain import Chain
-from deltachain.errors import (
-    ChainError,
-    ConfigError,
-    ForkedChainError,
-    LeaderReplacedError,
-    PoisonedError,
-    TensorMismatchError,
-)
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
 from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
@@ -156,7 +149,7 @@ def test_a_leader_with_the_chain_of_another_model_replaces_nobody(here: Followed
     staged = present(here.subscriber.stage())
     stranger = _of_another_model(here)
     for _ in range(2):
-        with pytest.raises(TensorMismatchError):
+        with pytest.raises(errors.TensorMismatchError):
             stranger.open()
     assert here.holds(1)
     here.subscriber.swap(staged)
@@ -172,8 +165,8 @@ def test_a_leader_with_the_chain_of_another_model_replaces_nobody(here: Followed
 @pytest.mark.parametrize("call", ["attach", "agree"])
 def test_a_leader_that_one_rank_refuses_replaces_nobody(here: Followed, call: str) -> None:
     later = here.subscribe()
-    here.engine.faults.refuses[1, call] = ConfigError("this rank does not want it")
-    with pytest.raises(ConfigError, match="does not want it"):
+    here.engine.faults.refuses[1, call] = errors.ConfigError("this rank does not want it")
+    with pytest.raises(errors.ConfigError, match="does not want it"):
         later.open()
     here.engine.faults.refuses.clear()
     target = later.target
@@ -184,7 +177,7 @@ def test_a_leader_that_one_rank_refuses_replaces_nobody(here: Followed, call: st
     assert here.holds(2)
     here.publish(3)
     later.open()
-    with pytest.raises(LeaderReplacedError):
+    with pytest.raises(errors.LeaderReplacedError):
         here.subscriber.update()
     later.update()
     assert here.holds(3)
@@ -201,7 +194,7 @@ def test_of_two_that_attach_at_once_the_last_leads(here: Followed) -> None:
         return call(request)
 
     here.engine.call = between  # type: ignore[method-assign]
-    with pytest.raises(LeaderReplacedError):
+    with pytest.raises(errors.LeaderReplacedError):
         first.open()
     last.update()
     assert here.holds(2)
@@ -328,7 +321,7 @@ def test_a_poisoned_replica_is_rolled_back(followed: Build, to: int) -> None:
         leader.update(3)
         here.scribble(0, NORM)
         assert not leader.subscriber.scrub()
-        with pytest.raises(ChainError, match="cannot roll back from version None to 4"):
+        with pytest.raises(errors.ChainError, match="cannot roll back from version None to 4"):
             leader.rollback(4)
         assert leader.rollback(to).version == to
         assert here.holds(to)
@@ -348,7 +341,7 @@ def test_a_replica_in_doubt_does_not_resume(followed: Build) -> None:
         assert (status.poisoned, status.ready, status.version) == (True, False, None)
         assert here.engine.paused
         assert here.engine.events[-1] == "pause in doubt"
-        with pytest.raises(PoisonedError, match="stays paused"):
+        with pytest.raises(errors.PoisonedError, match="stays paused"):
             leader.resume()
         assert here.engine.paused
         here.faulty.down = False
@@ -392,7 +385,7 @@ def test_a_rollback_stays_until_it_is_released(followed: Build) -> None:
         assert leader.update() is None
         assert (leader.status().version, leader.status().pinned) == (1, True)
         assert leader.status().ready
-        with pytest.raises(ChainError, match="cannot roll back"):
+        with pytest.raises(errors.ChainError, match="cannot roll back"):
             leader.rollback(2)
         leader.release()
         leader.update()
@@ -409,7 +402,7 @@ def test_a_release_follows_again_where_following_has_ended(
         leader.start()
         eventually(lambda: leader.status().ready)
         with monkeypatch.context() as patch:
-            fork = ForkedChainError("two chains")
+            fork = errors.ForkedChainError("two chains")
             patch.setattr(leader.subscriber, "update", Mock(side_effect=fork))
             patch.setattr(leader.subscriber, "stage", Mock(side_effect=fork))
             here.publish(3)
@@ -451,7 +444,7 @@ def test_a_replaced_leader_confirms_no_version(followed: Build) -> None:
         other = here.subscribe()
         other.rollback(1)
         assert here.holds(1)
-        with pytest.raises(LeaderReplacedError):
+        with pytest.raises(errors.LeaderReplacedError):
             leader.update(2, manifest=held.manifest)
         assert not leader.status().ready
 

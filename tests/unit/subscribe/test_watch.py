@@ -4,14 +4,7 @@ from typing import Any, Final
 
 import pytest
 
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    DeltaChainError,
-    ForkedChainError,
-    ObjectNotFoundError,
-    StoreWentBackError,
-)
+from deltachain import errors
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, MIRROR_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
@@ -40,7 +33,7 @@ def subscriber(run: Run) -> Subscriber:
     return run.subscribe(run.zeros)
 
 
-def troubles(told: Told) -> list[DeltaChainError]:
+def troubles(told: Told) -> list[errors.DeltaChainError]:
     """What was wrong, of a follower that ended without any trouble or doubt."""
     assert (told.said[-1], told.subscriber.watch.doubt) == (None, None)
     return [exc for exc in told.said if exc is not None]
@@ -66,11 +59,11 @@ def test_a_gap_behind_what_is_held_is_named_in_every_mode(
     )
     assert list(follow) == []
     wrong = told.said[-1]
-    assert isinstance(wrong, BrokenChainError)
+    assert isinstance(wrong, errors.BrokenChainError)
     assert wrong.version in missing
     assert f"manifest of version {wrong.version} is missing" in str(wrong)
     assert subscriber.watch.doubt is None  # what is held is the chain's
-    with pytest.raises(BrokenChainError, match="is missing"):
+    with pytest.raises(errors.BrokenChainError, match="is missing"):
         subscriber.update()
 
 
@@ -141,7 +134,7 @@ def test_a_store_that_went_back_is_said_to_and_heals(
     newest = copy(run.store)
     told.run(lambda: restore(run.store, earlier), lambda: restore(run.store, newest))
     wrong = troubles(told)
-    assert {type(exc) for exc in wrong} == {StoreWentBackError}
+    assert {type(exc) for exc in wrong} == {errors.StoreWentBackError}
     assert f"version 6 is held, the newest there is {6 - back}" in str(wrong[0])
     assert [exc is None for exc in told.doubts] == [exc is None for exc in told.said]
 
@@ -158,8 +151,8 @@ def test_a_follower_that_comes_back_to_an_older_store_does_not_believe_it(
         told = Told(again, Clock(again, monkeypatch))
         assert told.run(nothing) == []
         assert None not in told.said
-        assert isinstance(again.watch.doubt, StoreWentBackError)
-        with pytest.raises(StoreWentBackError, match="rollback` to 1"):
+        assert isinstance(again.watch.doubt, errors.StoreWentBackError)
+        with pytest.raises(errors.StoreWentBackError, match="rollback` to 1"):
             again.update()
 
 
@@ -183,7 +176,7 @@ def test_a_rollback_to_what_is_there_leads_out(run: Run, told: Told) -> None:
     run.publish(2, 3)
     told.run(lambda: restore(run.store, earlier))
     subscriber = told.subscriber
-    assert isinstance(subscriber.watch.doubt, StoreWentBackError)
+    assert isinstance(subscriber.watch.doubt, errors.StoreWentBackError)
     subscriber.rollback(1)
     subscriber.release()
     assert run.matches(run.zeros, 1)
@@ -205,9 +198,9 @@ def test_a_history_that_was_rewritten_ends_it(run: Run, told: Told, further: int
         restore(run.store, earlier)
         rewrite(run.store, range(2 + further))
 
-    with pytest.raises(ForkedChainError, match=r"version 4|version 5"):
+    with pytest.raises(errors.ForkedChainError, match=r"version 4|version 5"):
         told.run(lose)
-    assert isinstance(told.subscriber.watch.doubt, ForkedChainError)
+    assert isinstance(told.subscriber.watch.doubt, errors.ForkedChainError)
     assert told.subscriber.version == 4
 
 
@@ -236,7 +229,7 @@ def test_a_chain_whose_identity_is_lost_says_so_and_heals(run: Run, told: Told) 
     data = run.store.get(CHAIN_KEY)
     told.run(lambda: run.store.delete(CHAIN_KEY), lambda: run.store.put(CHAIN_KEY, data))
     wrong = troubles(told)
-    assert {type(exc) for exc in wrong} == {ObjectNotFoundError}
+    assert {type(exc) for exc in wrong} == {errors.ObjectNotFoundError}
     assert "is lost: chain.json is gone" in str(wrong[0])
     assert any(told.doubts)
 
@@ -246,7 +239,9 @@ def test_another_chain_at_the_url_is_named(run: Run, told: Told) -> None:
     mine = run.store.get(CHAIN_KEY)
     chain = told.subscriber.chain.identity.chain.encode()
     other = mine.replace(chain, b"f" * len(chain))
-    with pytest.raises((ChainMismatchError, ForkedChainError), match="f" * len(chain)) as caught:
+    with pytest.raises(
+        (errors.ChainMismatchError, errors.ForkedChainError), match="f" * len(chain)
+    ) as caught:
         told.run(lambda: run.store.put(CHAIN_KEY, other))
     assert "corrupt" not in str(caught.value)
     assert told.subscriber.watch.doubt is caught.value

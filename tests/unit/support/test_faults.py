@@ -3,13 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    MalformedError,
-    ObjectNotFoundError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import MemoryStore
 from tests.support.faults import Action, Fault, FaultyStore, clock_jump
 
@@ -35,10 +29,10 @@ def keys(store: FaultyStore, prefix: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("action", "error"),
     [
-        ("fail", StoreUnavailableError),
-        ("full", StoreUnavailableError),
-        ("refuse", StorePermissionError),
-        ("lose-reply", StoreUnavailableError),
+        ("fail", errors.StoreUnavailableError),
+        ("full", errors.StoreUnavailableError),
+        ("refuse", errors.StorePermissionError),
+        ("lose-reply", errors.StoreUnavailableError),
     ],
 )
 @pytest.mark.parametrize("method", ["put", "put_if_absent"])
@@ -59,13 +53,13 @@ def test_own_412_writes_and_says_that_somebody_was_first(
 ) -> None:
     faulty.add(Fault("own-412", "a/"))
     faulty.put("a/old", b"put has no precondition")
-    with pytest.raises(AlreadyExistsError) as caught:
+    with pytest.raises(errors.AlreadyExistsError) as caught:
         faulty.put_if_absent("a/new", b"data")
     assert caught.value.key == "a/new"
     assert inner.get("a/new") == b"data"
     assert faulty.struck == [("own-412", "a/new")]
     faulty.add(Fault("own-412"))  # hides nobody else who was first
-    with pytest.raises(AlreadyExistsError):
+    with pytest.raises(errors.AlreadyExistsError):
         faulty.put_if_absent("a/old", b"other data")
     assert inner.get("a/old") == b"put has no precondition"
 
@@ -104,9 +98,9 @@ CALLS: dict[str, Call] = READS | {
 @pytest.mark.parametrize(
     ("action", "error"),
     [
-        ("cut", StoreUnavailableError),
-        ("fail-read", StoreUnavailableError),
-        ("hide", ObjectNotFoundError),
+        ("cut", errors.StoreUnavailableError),
+        ("fail-read", errors.StoreUnavailableError),
+        ("hide", errors.ObjectNotFoundError),
     ],
 )
 def test_read_that_fails(
@@ -124,7 +118,7 @@ def test_bytes_that_are_spoiled(faulty: FaultyStore) -> None:
     faulty.add(Fault("corrupt", nth=1), Fault("truncate", nth=2, times=2))
     assert faulty.get("a/old") == b"01234%6789"
     assert faulty.get("a/old") == b"012345678"
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         faulty.read("a/old", nbytes=10)
 
 
@@ -136,11 +130,11 @@ def test_looks_and_listings_fail_and_miss_but_are_not_cut_and_writes_go_on(
     faulty.add(Fault("hide"))
     assert faulty.find_all(["a/old"]) == {}
     faulty.add(Fault("fail-read"))
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         faulty.find("a/old")
     assert faulty.find("a/old") is not None
     faulty.add(Fault("fail-read", "a/"))
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         faulty.list("a/")
     assert keys(faulty) == ["a/old"]
     faulty.add(Fault("fail-read", times=None))  # of reads alone
