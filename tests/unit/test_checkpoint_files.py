@@ -21,8 +21,7 @@ from deltachain.chain.checks import check_assets, check_edge, check_encodings, c
 from deltachain.checkpoint import Checkpoint, read_assets, write_atomic
 from deltachain.disk_space import NoRoomError, check_room, fill_holes, hint_for, reserve
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
-from deltachain.file_reader import FileReader
-from deltachain.filebits import WINDOW_NBYTES, FileBits
+from deltachain.file_access import WINDOW_NBYTES, FileBits, FileReader
 from deltachain.format import documents
 from deltachain.format.keys import asset_key, edge_key, payload_key
 from deltachain.publish.push import push

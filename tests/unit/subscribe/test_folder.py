@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltachain import errors
 from deltachain.checkpoint import HELD_FILE
-from deltachain.filebits import FileBits
+from deltachain.file_access import FileBits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.subscribe import Subscriber
