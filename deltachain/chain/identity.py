@@ -86,9 +86,9 @@ OTHER_LAYERS: Final = (
 """Hint for another table of a chain whose weights are quantised."""
 
 WAY_OUT: Final = (
-    f"restore {keys.CHAIN_KEY} from a backup; or restart the trainer that published here: it recreates "
-    "the file if its model is proven to be this chain's. A new chain needs a URL of its own; if no "
-    f"manifest is left, remove {keys.HEAD_KEY} to create one here"
+    f"restore {keys.CHAIN_KEY} from a backup; or restart the trainer that published here: it "
+    "recreates the file if its model is proven to be this chain's. A new chain needs a URL of its "
+    f"own; if no manifest is left, remove {keys.HEAD_KEY} to create one here"
 )
 """Hint for a store with versions but without an identity."""
 
@@ -142,7 +142,8 @@ def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
         check_digest(document, identity.table, keys.TABLE_KEY)
     except errors.ObjectNotFoundError as exc:
         raise errors.ObjectNotFoundError(
-            f"{keys.TABLE_KEY} of chain {identity.chain} is lost: {store.url} has only its {keys.CHAIN_KEY}",
+            f"{keys.TABLE_KEY} of chain {identity.chain} is lost: {store.url} has only its "
+            f"{keys.CHAIN_KEY}",
             key=keys.TABLE_KEY,
             url=store.url,
             hint="restore it from a backup; a running publisher, or a restarted trainer of the "
