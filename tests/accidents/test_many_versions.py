@@ -23,6 +23,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Version
 from tests.accidents.scene import Journal, Kept, Objects, put_all
 from tests.crash.child import KINDS, Place
+from tests.support.backup import objects_of
 from tests.support.engine import Sharding, full_of
 from tests.support.models import Replica, State, bits_of, plain_model, replica_of, same, train_
 from tests.support.values import eventually
@@ -183,7 +184,7 @@ def long() -> Long:
             publisher.flush()
             if step == VERSIONS - BEHIND:
                 then = bits_of(model)
-    return Long({info.key: store.get(info.key) for info in store.list()}, then, bits_of(model))
+    return Long(objects_of(store), then, bits_of(model))
 
 
 def until(long: Long, version: Version) -> dict[str, bytes]:

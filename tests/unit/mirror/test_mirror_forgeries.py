@@ -21,10 +21,10 @@ from tests.hostile.signed import (
     Author,
     Follower,
     edit,
-    objects,
     signature_place,
     trust_of,
 )
+from tests.support.backup import objects_of
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import recompute
 from tests.unit.mirror.conftest import Pair, copy_of
@@ -40,13 +40,13 @@ def mirrored(source: MemoryStore, there: MemoryStore) -> dict[str, bytes]:
 
 def copied(there: MemoryStore) -> dict[str, bytes]:
     """Every object of a mirror but its own record."""
-    return {key: data for key, data in objects(there).items() if key != keys.MIRROR_KEY}
+    return {key: data for key, data in objects_of(there).items() if key != keys.MIRROR_KEY}
 
 
 def relink(store: MemoryStore) -> None:
     """Publish another history from a version on, as somebody who controls the store."""
     evil = Author(MALLORY, evil=1).grow(6)
-    for key, data in objects(evil.store).items():
+    for key, data in objects_of(evil.store).items():
         if (keys.version_of(key) or 0) >= SIGNED_AT:
             store.put(key, data)
 
@@ -81,7 +81,7 @@ def test_nothing_past_a_forgery_is_copied_with_keys(
 ) -> None:
     """A forged head ends it at once."""
     source, there = Author(OWNER).grow(6).store, MemoryStore()
-    true = objects(source)
+    true = objects_of(source)
     act(source)
     for _ in range(2):
         with pytest.raises(error, match=f"manifests/0*{named}"):
@@ -104,14 +104,14 @@ def test_a_running_mirror_copies_nothing_of_another_history() -> None:
     for _ in range(10):
         with pytest.raises((errors.SignatureError, errors.ForkedChainError)):
             list(mirror.catch_up())
-    assert not any((keys.version_of(key) or 0) >= SIGNED_AT for key in objects(there))
+    assert not any((keys.version_of(key) or 0) >= SIGNED_AT for key in objects_of(there))
 
 
 def test_an_unsigned_identity_is_not_copied() -> None:
     source, there = Author(NOBODY).grow(2).store, MemoryStore()
     with pytest.raises(errors.SignatureError):
         mirrored(source, there)
-    assert objects(there) == {}
+    assert objects_of(there) == {}
 
 
 def test_signing_that_begins_later_is_copied_and_counts_for_versions_before() -> None:
@@ -123,9 +123,9 @@ def test_signing_that_begins_later_is_copied_and_counts_for_versions_before() ->
     author.chain = Chain.open(source, OWNER)
     author.grow(2)
     list(early.catch_up())
-    assert signature_place(1) in objects(there)
+    assert signature_place(1) in objects_of(there)
     again = MemoryStore()
-    assert mirrored(source, again) == objects(source)
+    assert mirrored(source, again) == objects_of(source)
     follower = Follower(again, 1)
     follower.subscriber.update()
     assert follower.subscriber.version == 4
@@ -163,11 +163,11 @@ def test_tags_follow_their_versions() -> None:
     tags.set_(chain, "best", chain.read(1), time=1.0)
     tags.set_(chain, "best", chain.read(3), time=2.0)
     list(mirror.catch_up())
-    assert copied(there) == objects(source)
+    assert copied(there) == objects_of(source)
     tags.remove(chain, "best", time=3.0)
     for _ in range(8):
         list(mirror.catch_up())
-    assert keys.tag_key("best", 2) in objects(there)
+    assert keys.tag_key("best", 2) in objects_of(there)
 
 
 AT = 5

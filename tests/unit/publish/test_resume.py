@@ -16,11 +16,12 @@ from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import Publisher
 from deltachain.publish import writer as place
 from deltachain.store import MemoryStore, Store
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, create, extend, manifest_after
-from tests.unit.publish.chains import Attach, Begin, assert_head_is, head_of, keys_of, publish
+from tests.unit.publish.chains import Attach, Begin, assert_head_is, head_of, publish
 
 
 @pytest.fixture
@@ -235,12 +236,6 @@ def lose(store: MemoryStore, *prefixes: str) -> None:
             store.delete(info.key)
 
 
-def go_back(store: MemoryStore, objects: dict[str, bytes]) -> None:
-    lose(store, "")
-    for key, data in objects.items():
-        store.put(key, data)
-
-
 # A publisher that outlives its store
 
 
@@ -250,12 +245,12 @@ def test_an_open_publisher_waits_for_a_store_that_went_back(
 ) -> None:
     one = begin(on_error=on_error)
     one.publish(1)
-    then = keys_of(store)
+    then = objects_of(store)
     one.publish(2, 3)
-    now = keys_of(store)
-    go_back(store, then)
+    now = objects_of(store)
+    put_back(store, then)
     for step in (4, 5, 6):
-        before = keys_of(store) if step > 4 else {}
+        before = objects_of(store) if step > 4 else {}
         try:
             future = one.call(step)
             one.publisher.flush()
@@ -265,9 +260,9 @@ def test_an_open_publisher_waits_for_a_store_that_went_back(
             assert on_error == "warn"
             assert not future.done() or isinstance(future.exception(), errors.StoreWentBackError)
         assert head_of(store).version == 1
-        assert not before or keys_of(store) == before  # and no payload is put in vain
+        assert not before or objects_of(store) == before  # and no payload is put in vain
     assert on_error == "raise" or caplog.text.count("went back") >= 3
-    go_back(store, now)
+    put_back(store, now)
     one.publish(7)
     one.assert_head_is(4)
 
@@ -277,13 +272,13 @@ def test_a_restarted_publisher_goes_on_where_the_store_went_back_to(
 ) -> None:
     one = begin()
     one.publish(1)
-    then = keys_of(store)
+    then = objects_of(store)
     one.publish(2, 3)
-    go_back(store, then)
+    put_back(store, then)
     with pytest.raises(errors.StoreWentBackError, match="restart this publisher"):
         one.publish(4)
     one.publisher.close()
-    assert keys_of(store).get(HEAD_KEY) == then.get(HEAD_KEY)
+    assert objects_of(store).get(HEAD_KEY) == then.get(HEAD_KEY)
     again = begin(one.model)
     again.publish(5)
     again.assert_head_is(again.publisher.version)
@@ -320,11 +315,11 @@ def test_versions_behind_a_gap_are_never_walked_into(
     chain.write_head(gap[0] - 1, [])
     for version in range(*gap):
         any_store.delete(manifest_key(version))
-    before = keys_of(any_store)
+    before = objects_of(any_store)
     with pytest.raises(errors.BrokenChainError, match=r"of versions \d+.* are missing") as caught:
         place.newest(Chain.open(any_store))
     assert caught.value.version == gap[0]
-    assert keys_of(any_store) == before
+    assert objects_of(any_store) == before
     for version in range(gap[1], 45):  # the way out, as the hint has it
         any_store.delete(manifest_key(version))
     found = present(place.newest(Chain.open(any_store)))
@@ -371,7 +366,7 @@ def test_what_is_left_of_an_idle_chain_is_gone_on_with(
     one = begin()
     one.publish(*range(1, 10))
     kept = {CHAIN_KEY, TABLE_KEY, *map(manifest_key, (7, 8, 9))}
-    go_back(store, {key: data for key, data in keys_of(store).items() if key in kept})
+    put_back(store, {key: data for key, data in objects_of(store).items() if key in kept})
     with caplog.at_level(logging.WARNING):
         again = begin(one.model, anchor_factor=0.001)
     assert again.publisher.version == 10
@@ -421,11 +416,11 @@ def test_nothing_is_made_where_nothing_can_be_shown(
 ) -> None:
     publish(attach(plain_model()), plain_model(), 1)
     lose(store, *gone)
-    before = keys_of(store)
+    before = objects_of(store)
     with pytest.raises(errors.BrokenChainError, match=why) as caught:
         attach(model)
     assert hint in caught.value.hint
-    assert keys_of(store) == before
+    assert objects_of(store) == before
 
 
 def test_versions_of_two_chains_are_not_told_apart(attach: Attach, store: MemoryStore) -> None:
@@ -491,7 +486,7 @@ def test_closing_leaves_nothing_in_a_store_that_was_emptied(
     publisher = attach(plain_model())
     lose(store, "")
     publisher.close()
-    assert keys_of(store) == {}
+    assert objects_of(store) == {}
     attach(plain_model(1))  # a new chain may begin there
     assert head_of(store).version == 0
 

@@ -14,9 +14,10 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer
 from deltachain.verify import verify
+from tests.support.backup import objects_of
 from tests.support.models import TinyModel, bits_of, same
 from tests.unit.manifest_chains import TABLE, SingleWriterStore, manifest_after
-from tests.unit.publish.chains import Attach, NewThreads, keys_of, publish
+from tests.unit.publish.chains import Attach, NewThreads, publish
 
 KEY, OTHER = (SigningKey.of(bytes([seed]) * 32) for seed in (1, 2))
 TRUSTED = Trust(trusted=TrustedKeys((KEY.public,)))
@@ -78,20 +79,20 @@ def test_a_signed_chain_goes_on_with_a_key_alone_and_from_no_unsigned_version(
     attach: Attach, store: MemoryStore, key_file: Path
 ) -> None:
     attach(TinyModel(), signing_key=key_file).close()
-    before = keys_of(store).keys()
+    before = objects_of(store).keys()
     with pytest.raises(errors.ConfigError, match="has no signing key"):
         attach(TinyModel())
-    assert keys_of(store).keys() == before
+    assert objects_of(store).keys() == before
     chain = Chain.open(store, Trust())
     head = chain.read(0)
     edge = Edge(kind="delta", base=0)
     chain.commit(
         replace(head.manifest, version=1, parent=head.digest, base_state="", edge=edge, recent=())
     )
-    before = keys_of(store).keys()
+    before = objects_of(store).keys()
     with pytest.raises(errors.SignatureError, match="it has no signature"):
         attach(TinyModel(), signing_key=key_file)
-    assert keys_of(store).keys() == before
+    assert objects_of(store).keys() == before
 
 
 def test_a_publisher_with_a_key_takes_no_unsigned_chain(

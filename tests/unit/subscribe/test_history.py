@@ -14,10 +14,11 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe import subscriber as module
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import Fault
 from tests.support.models import Replica, TinyModel, bits_of, replica_of, same, scribble
 from tests.support.values import present
-from tests.unit.subscribe.accidents import Run, copy, restore, rewrite, unchanged
+from tests.unit.subscribe.accidents import Run, rewrite, unchanged
 
 # Going back
 
@@ -234,7 +235,7 @@ def test_a_pinned_replica_heals_where_it_is_pinned(five: Run, replica: Replica) 
 def earlier(run: Run) -> dict[str, bytes]:
     """The store when version 1 was the newest."""
     run.publish(1)
-    return copy(run.store)
+    return objects_of(run.store)
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def poison(run: Run, subscriber: Subscriber) -> None:
 def test_a_fork_of_what_is_held_is_refused(
     run: Run, subscriber: Subscriber, earlier: dict[str, bytes], steps: int, *, poisoned: bool
 ) -> None:
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     rewrite(run.store, range(steps))
     if poisoned:
         poison(run, subscriber)
@@ -269,7 +270,7 @@ def test_a_fork_of_what_is_held_is_refused(
 def test_a_chain_that_went_back_in_time_is_not_followed_and_does_not_heal(
     run: Run, subscriber: Subscriber, earlier: dict[str, bytes], *, poisoned: bool
 ) -> None:
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     if poisoned:
         poison(run, subscriber)
     message = "version 2 is held, the newest there is 1"
@@ -324,7 +325,7 @@ def test_a_chain_without_versions_is_waited_for(run: Run) -> None:
 
 
 def test_a_chain_that_is_gone_is_said_to_be(run: Run, subscriber: Subscriber) -> None:
-    restore(run.store, {})
+    put_back(run.store, {})
     for version in (None, 3):
         with pytest.raises(errors.ObjectNotFoundError, match="the chain that was at memory:"):
             subscriber.update(version)

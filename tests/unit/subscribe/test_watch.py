@@ -10,11 +10,12 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.subscriber import LOOK_BACK, Times
 from deltachain.types import Buffer
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import FaultyStore
 from tests.support.models import replica_of
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
-from tests.unit.subscribe.accidents import Run, Told, copy, nothing, restore, rewrite
+from tests.unit.subscribe.accidents import Run, Told, nothing, rewrite
 from tests.unit.subscribe.clock import Clock
 
 HOUR = 3600.0
@@ -129,10 +130,10 @@ def test_a_store_that_went_back_is_said_to_and_heals(
     if record:
         run.store.put(MIRROR_KEY, record)
     run.publish(*range(1, 7 - back))
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(*range(7 - back, 7))
-    newest = copy(run.store)
-    told.run(lambda: restore(run.store, earlier), lambda: restore(run.store, newest))
+    newest = objects_of(run.store)
+    told.run(lambda: put_back(run.store, earlier), lambda: put_back(run.store, newest))
     wrong = troubles(told)
     assert {type(exc) for exc in wrong} == {errors.StoreWentBackError}
     assert f"version 6 is held, the newest there is {6 - back}" in str(wrong[0])
@@ -143,10 +144,10 @@ def test_a_follower_that_comes_back_to_an_older_store_does_not_believe_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3)
     run.join(replica_of(run.model, "folder", run.mirror)).close()
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     with run.subscribe(run.mirror) as again:
         told = Told(again, Clock(again, monkeypatch))
         assert told.run(nothing) == []
@@ -158,13 +159,13 @@ def test_a_follower_that_comes_back_to_an_older_store_does_not_believe_it(
 
 def test_a_status_never_lags_by_less_than_nothing(run: Run, subscriber: Subscriber) -> None:
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3)
     subscriber.update()
     held = present(subscriber.held)
     status = subscriber.status()
     assert (status.lag_versions, status.doubt, status.manifest) == (0, "", held.manifest)
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     status = subscriber.status()
     assert (status.head, status.lag_versions) == (1, None)
     assert status.doubt.startswith("the store went back: version 3 is held")
@@ -172,9 +173,9 @@ def test_a_status_never_lags_by_less_than_nothing(run: Run, subscriber: Subscrib
 
 def test_a_rollback_to_what_is_there_leads_out(run: Run, told: Told) -> None:
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3)
-    told.run(lambda: restore(run.store, earlier))
+    told.run(lambda: put_back(run.store, earlier))
     subscriber = told.subscriber
     assert isinstance(subscriber.watch.doubt, errors.StoreWentBackError)
     subscriber.rollback(1)
@@ -191,11 +192,11 @@ def test_a_rollback_to_what_is_there_leads_out(run: Run, told: Told) -> None:
 def test_a_history_that_was_rewritten_ends_it(run: Run, told: Told, further: int) -> None:
     """Also when it is exactly as long as the one that is held."""
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3, 4)
 
     def lose() -> None:
-        restore(run.store, earlier)
+        put_back(run.store, earlier)
         rewrite(run.store, range(2 + further))
 
     with pytest.raises(errors.ForkedChainError, match=r"version 4|version 5"):
