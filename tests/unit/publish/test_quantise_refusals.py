@@ -30,6 +30,7 @@ from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.snapshot import Snapshot, SnapshotPlace
 from deltachain.subscribe import Subscriber
 from deltachain.torch_names import TORCH_DTYPES
+from tests.support.packages import write_package
 from tests.unit.cli.support import invoke, ok
 from tests.unit.publish.acme_ternary import TERNARY, dense
 from tests.unit.publish.chains import Quantised
@@ -554,12 +555,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     def add(source: str, module: str = "acme_ternary", name: str = "acme.ternary") -> None:
         folder = tmp_path / f"site-{module}"
-        folder.mkdir()
-        (folder / f"{module}.py").write_text(source)
-        info = folder / f"{module}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {module}:TERNARY\n")
+        entry = f"[{GROUP}]\n{name} = {module}:TERNARY\n"
+        write_package(folder, module, source=source, entry_points=entry)
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, module, raising=False)
 
