@@ -145,12 +145,6 @@ def test_a_chain_that_can_not_be_rebuilt_is_continued_with_an_anchor(
 
 
 @pytest.mark.usefixtures("trained")
-def test_an_object_that_is_corrupt_once_is_fetched_again(begin: Begin) -> None:
-    one = begin(at_step(1), Fault("corrupt", "anchors/"))
-    assert versions(one.store)[5] == (5, "delta", 1)
-
-
-@pytest.mark.usefixtures("trained")
 def test_attaching_can_be_tried_again(begin: Begin) -> None:
     with pytest.raises(errors.StoreUnavailableError):
         begin(at_step(1), Fault("fail", "deltas/"))

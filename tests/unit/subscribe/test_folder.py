@@ -297,25 +297,6 @@ def test_a_folder_that_cannot_be_written_to_is_said_and_healed(
     assert run.matches(place / below)
 
 
-def test_following_survives_it(run: Run, place: Path) -> None:
-    run.publish(1)
-    subscriber, stop = run.subscribe(place), Event()
-    troubles: list[type[errors.DeltaChainError]] = []
-    shut = read_only(place)  # until something was said of it
-
-    def looked(trouble: errors.DeltaChainError | None) -> None:
-        if trouble is not None:
-            troubles.append(type(trouble))
-            shut.__exit__(None, None, None)
-
-    shut.__enter__()
-    for receipt in subscriber.follow(stop=stop, looked=looked):
-        assert receipt.version == 1
-        stop.set()
-    assert troubles == [errors.ApplyError]
-    assert run.matches(place)
-
-
 # A module of another configuration
 
 

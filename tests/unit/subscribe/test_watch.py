@@ -225,10 +225,15 @@ def test_one_stale_look_is_of_no_consequence(run: Run, told: Told, key: str) -> 
         assert set(told.doubts) == {None}
 
 
-def test_a_chain_whose_identity_is_lost_says_so_and_heals(run: Run, told: Told) -> None:
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_chain_whose_identity_is_lost_says_so_and_heals(
+    run: Run, told: Told, *, is_emptied: bool
+) -> None:
+    """A folder that is not mounted has no objects, and looks like one where nothing is new."""
     run.publish(1)
-    data = run.store.get(CHAIN_KEY)
-    told.run(lambda: run.store.delete(CHAIN_KEY), lambda: run.store.put(CHAIN_KEY, data))
+    before = objects_of(run.store)
+    left = {} if is_emptied else {key: before[key] for key in before if key != CHAIN_KEY}
+    told.run(lambda: put_back(run.store, left), lambda: put_back(run.store, before))
     wrong = troubles(told)
     assert {type(exc) for exc in wrong} == {errors.ObjectNotFoundError}
     assert "is lost: chain.json is gone" in str(wrong[0])
