@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef, Tag, seal
 from deltachain.store import MemoryStore, ObjectInfo
 from deltachain.types import Buffer
+from tests.support.faults import Fault, FaultyStore
 from tests.support.values import present
 from tests.unit.manifest_chains import STORES, SingleWriterStore, WideStore, create, manifest_after
 
@@ -189,12 +191,17 @@ def test_a_tag_that_another_moved_meanwhile_is_not_taken_back() -> None:
 
 
 def test_racing_taggers_both_succeed_one_after_the_other() -> None:
-    chain = filled(MemoryStore())
-    with ThreadPoolExecutor(6) as pool:
-        made = list(pool.map(lambda v: tags.set_(chain, "best", chain.read(v), time=0.0), range(6)))
-    assert sorted(tag.number for tag in made) == list(range(6))
-    newest = tags.read(chain, "best")
-    assert newest == max(made, key=lambda tag: tag.number)
+    chain, barrier = filled(MemoryStore()), Barrier(2, timeout=60)
+
+    def tag(version: int) -> Tag:
+        store = FaultyStore(chain.store, Fault(barrier.wait, "tags/"))  # both found no record
+        mine = Chain(store, chain.identity, chain.table)
+        return tags.set_(mine, "best", mine.read(version), time=0.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        made = sorted(pool.map(tag, range(2)), key=lambda one: one.number)
+    assert [one.number for one in made] == [0, 1]
+    assert tags.read(chain, "best") == made[1]
 
 
 def test_a_lost_reply_of_an_own_put_is_recognised() -> None:
