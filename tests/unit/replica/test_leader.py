@@ -15,57 +15,13 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
 from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
 from deltachain.replica.moved_tensors import LiveRecord
-from deltachain.replica.swap import PauseHolds, ReplicaTarget
+from deltachain.replica.swap import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Sharding
 from tests.support.models import TinyModel
 from tests.support.values import eventually, present
 from tests.unit.replica.replicas import SHAPES, Followed, led
-
-
-class Paused:
-    """An engine; ``meanwhile`` is called once a pause has taken effect, before it returns."""
-
-    def __init__(self) -> None:
-        self.is_held = False
-        self.meanwhile: Any = lambda: None
-
-    def is_paused(self) -> bool:
-        return self.is_held
-
-    def pause(self, *, in_doubt: bool = False) -> None:
-        del in_doubt
-        self.is_held = True
-        self.meanwhile()
-
-    def resume(self) -> None:
-        self.is_held = False
-
-
-def test_a_look_while_a_pause_takes_effect_does_not_take_it_for_that_of_others() -> None:
-    engine: Any = Paused()
-    holds = PauseHolds(engine)
-    engine.meanwhile = holds.look
-    holds.hold()
-    holds.look()
-    assert not holds.why
-    holds.go_on()
-    assert not engine.is_held
-
-
-def test_a_pause_that_failed_is_not_ours() -> None:
-    engine: Any = Paused()
-    holds = PauseHolds(engine)
-
-    def fail() -> None:
-        raise OSError("the engine is gone")
-
-    engine.meanwhile = fail
-    with pytest.raises(OSError, match="gone"):
-        holds.hold()
-    holds.look()
-    assert holds.why == "paused by another client"
 
 
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2"])
@@ -270,19 +226,6 @@ def test_a_replica_that_never_was_at_the_head_is_not_ready(followed: Build) -> N
         assert leader.status().ready
 
 
-def test_a_scrub_that_finds_something_heals(followed: Build) -> None:
-    here = followed()
-    here.publish(1, 2)
-    with led(here) as leader:
-        leader.update()
-        assert leader.scrub()
-        here.scribble(0, NORM)
-        assert not leader.scrub()
-        assert here.holds(2)
-        assert leader.status().ready
-        assert not here.engine.paused
-
-
 @pytest.mark.parametrize("ordered", [1, 3])
 def test_a_replica_that_does_not_follow_heals_where_it_was_ordered_to_be(
     followed: Build, ordered: int
@@ -447,20 +390,6 @@ def test_a_replaced_leader_confirms_no_version(followed: Build) -> None:
         with pytest.raises(errors.LeaderReplacedError):
             leader.update(2, manifest=held.manifest)
         assert not leader.status().ready
-
-
-def test_what_others_paused_stays_paused(followed: Build) -> None:
-    here = followed()
-    here.publish(1, 2, 3)
-    with led(here) as leader:
-        leader.update(0)
-        here.engine.pause()
-        leader.update(1)
-        leader.update(2)
-        assert here.engine.paused
-        here.engine.resume()
-        leader.update(3)
-        assert not here.engine.paused, "nobody paused it this time"
 
 
 def test_a_pause_of_others_outlives_doubt(followed: Build) -> None:
