@@ -347,11 +347,6 @@ def test_a_store_that_breaks_a_promise_is_named(tmp_path: Path, lie: str, named:
     assert list(store.list("")) == []
 
 
-def test_an_honest_store_races_to_one_winner(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    assert {one.grade for one in probe_writes(store)} == {Grade.OK}
-
-
 @pytest.mark.full
 def test_a_bundle_of_cas_for_s3_that_is_not_there_is_named(
     seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,7 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import suppress
 from threading import Event
 from typing import Any
 
@@ -29,54 +28,11 @@ from deltachain.mirror.mirror import LOOK_BACK, MirrorTotals, follow
 from deltachain.presence.writer import mirror_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.status import Status
-from deltachain.store import MemoryStore, Store, open_store
-from tests.crash.child import open_place
+from deltachain.store import MemoryStore
 from tests.support.faults import Action, Fault, FaultyStore
-from tests.support.hub.server import HubServer
 from tests.support.models import recompute, train_
 from tests.support.values import present
 from tests.unit.mirror.conftest import Pair, copy_of
-
-
-def check(pair: Pair, first: Store, last: Store) -> None:
-    """Check that two stores have the same objects, and the bits of the model."""
-    found, expected = copy_of(last), copy_of(first)
-    found.pop(MIRROR_KEY)
-    expected.pop(MIRROR_KEY, None)
-    assert found == expected
-    recompute(last)
-    pair.check_newcomer(last)
-
-
-@pytest.fixture
-def far(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Store]:
-    """A store on a server: an S3 server, or an emulated Hub without keys of S3 or with them."""
-    kind, _, keys = request.param.partition(" with ")
-    place = open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
-    options = {}
-    if keys:
-        hub: HubServer = request.getfixturevalue("hub")
-        options = {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret}
-        options["s3_endpoint"] = f"{hub.url}/s3/crash"
-    with closing(open_store(place.url(), options, writer=True)) as store:
-        yield store
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("far", ["s3", "hf", "hf with keys"], indirect=True)
-def test_from_a_folder_to_a_server_and_back(pair: Pair, far: Store, tmp_path: Path) -> None:
-    folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
-    pair.grow(5, to=folder)
-    for source, destination in ((folder, far), (far, back)):
-        mirror = Mirror(source, destination)
-        list(mirror.catch_up())
-        pair.grow(2, to=folder)
-        list(Mirror(folder, far).catch_up())
-        list(mirror.catch_up())
-        check(pair, source, destination)
-        assert list(Mirror(source, destination).catch_up()) == []
 
 
 @pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
