@@ -16,7 +16,7 @@ from deltachain.codec.encodings import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.errors import ConfigError, UnsupportedFormatError
 from deltachain.store import open_store
-from tests.support.packages import write_package
+from tests.support.made_up import write_package
 from tests.support.values import present
 from tests.unit.cli.support import invoke
 from tests.unit.codec.acme_zigzag import ZIGZAG

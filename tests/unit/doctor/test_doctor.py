@@ -20,8 +20,7 @@ from deltachain.store.file import FileStore
 from deltachain.types import Buffer
 from deltachain_sglang.table import TABLE as SGLANG
 from deltachain_vllm.table import TABLE as VLLM
-from tests.support.made_up import write_engine
-from tests.support.packages import write_package
+from tests.support.made_up import write_engine, write_package
 from tests.support.seaweed import Seaweed
 from tests.unit.cli.support import ok as run
 from tests.unit.cli.support import random_state, write_checkpoint

@@ -29,7 +29,7 @@ from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.snapshot import Snapshot, SnapshotPlace
 from deltachain.subscribe import Subscriber
 from deltachain.torch_names import TORCH_DTYPES
-from tests.support.packages import write_package
+from tests.support.made_up import write_package
 from tests.unit.cli.support import invoke, ok
 from tests.unit.publish.acme_ternary import TERNARY, dense
 from tests.unit.publish.chains import Quantised

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from deltachain.errors import ConfigError
 from deltachain.store import MemoryStore, Store, open_store, register, registry
-from tests.support.packages import write_package
+from tests.support.made_up import write_package
 
 TOY = Path(__file__).with_name("sqlite_store.py")
 
