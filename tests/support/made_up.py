@@ -9,13 +9,13 @@ from deltachain.replica.capabilities import CapabilityTable
 
 
 def write_package(
-    site: Path, name: str, *, version: str = "1.0", source: str = "", entry_points: str = ""
+    site: Path, name: str, *, version: str = "1.0", source: str | None = None, entries: str = ""
 ) -> None:
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
-    if source:
+    (info / "entry_points.txt").write_text(entries)
+    if source is not None:
         (site / f"{name}.py").write_text(source)
 
 

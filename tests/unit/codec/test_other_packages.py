@@ -33,7 +33,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     def add(source: str, module: str, name: str = "acme.x", value: str = "") -> None:
         folder = tmp_path / module
         entry = f"[{GROUP}]\n{name} = {value or f'{module}:ENCODING'}\n"
-        write_package(folder, module, source=source, entry_points=entry)
+        write_package(folder, module, source=source, entries=entry)
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, module, raising=False)
 
@@ -46,7 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     source = (HERE / "acme_zigzag.py").read_text()
     entry = f"[{GROUP}]\nacme.zigzag = acme_zigzag:ZIGZAG\n"
-    write_package(folder / "site", "acme_zigzag", source=source, entry_points=entry)
+    write_package(folder / "site", "acme_zigzag", source=source, entries=entry)
     path = os.pathsep.join([str(folder / "site"), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(

@@ -555,7 +555,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     def add(source: str, module: str = "acme_ternary", name: str = "acme.ternary") -> None:
         folder = tmp_path / f"site-{module}"
         entry = f"[{GROUP}]\n{name} = {module}:TERNARY\n"
-        write_package(folder, module, source=source, entry_points=entry)
+        write_package(folder, module, source=source, entries=entry)
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, module, raising=False)
 

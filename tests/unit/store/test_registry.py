@@ -49,7 +49,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder of packages that has one with a store for ``sqlite://``."""
     entry = "[deltachain.stores]\nsqlite = sqlite_store:open_sqlite\n"
     source = TOY.read_text(encoding="utf-8")
-    write_package(tmp_path / "site", "sqlite_store", source=source, entry_points=entry)
+    write_package(tmp_path / "site", "sqlite_store", source=source, entries=entry)
     return tmp_path / "site"
 
 
@@ -126,7 +126,7 @@ def test_a_package_that_cannot_be_imported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = "[deltachain.stores]\nbroken = absent_module:open_broken\n"
-    write_package(tmp_path, "broken", entry_points=entry)
+    write_package(tmp_path, "broken", entries=entry)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"absent_module:open_broken.*No module named"):
         open_store("broken://x")
@@ -137,7 +137,7 @@ def test_two_packages_with_one_scheme_are_named(
 ) -> None:
     for name in ("one", "two"):
         entry = f"[deltachain.stores]\nboth = {name}:open_it\n"
-        write_package(tmp_path, name, entry_points=entry)
+        write_package(tmp_path, name, entries=entry)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"one:open_it, two:open_it"):
         open_store("both://x")
