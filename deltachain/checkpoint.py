@@ -17,7 +17,7 @@ from deltachain.codec.container import Entry, read_header, write_header
 from deltachain.delta import WINDOW_NBYTES, pieces
 from deltachain.disk_space import reserve
 from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
-from deltachain.file_reader import FileReader
+from deltachain.file_access import FileReader
 from deltachain.format.documents import FileRef
 from deltachain.format.keys import digest_key, digest_of_pieces
 from deltachain.kernels import host

@@ -1,6 +1,7 @@
 """Kinds of values: whether settings are fields, and have values of the types that those declare."""
 
 import operator
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -9,21 +10,11 @@ from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Final,
-    Literal,
-    SupportsIndex,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final
 
 from deltachain.errors import ConfigError
 
-_T = TypeVar("_T")
+_T = typing.TypeVar("_T")
 
 _WORDS: Final[Mapping[Any, str]] = {
     bool: "True or False",
@@ -41,7 +32,7 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
     Numbers of NumPy are numbers, a whole number is a number too, and ``True`` is neither. Members
     of mappings are not looked at.
     """
-    kinds = get_type_hints(type(settings))
+    kinds = typing.get_type_hints(type(settings))
     for field in fields(settings):
         value, choices = getattr(settings, field.name), tuple(_choices(kinds[field.name]))
         if not any(_is_of(value, choice) for choice in choices):
@@ -52,7 +43,7 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
             )
 
 
-def whole(name: str, value: SupportsIndex, *, hint: str = "for example 3") -> int:
+def whole(name: str, value: typing.SupportsIndex, *, hint: str = "for example 3") -> int:
     """Return a number of any integer type, of Python, NumPy or torch; refuse any other value."""
     try:
         return operator.index(value)
@@ -92,19 +83,21 @@ def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[
 
 
 def _choices(kind: Any) -> Iterator[Any]:  # noqa: ANN401 - a type or a form of typing
-    if get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        for one in typing.get_args(kind):
             yield from _choices(one)
     else:
         yield kind
 
 
 def _is_of(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type or a form of typing
-    origin = get_origin(kind)
-    if origin is Literal:
-        return isinstance(value, str) and value in get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return isinstance(value, str) and value in typing.get_args(kind)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_is_of(one, get_args(kind)[0]) for one in value)
+        return isinstance(value, tuple) and all(
+            _is_of(one, typing.get_args(kind)[0]) for one in value
+        )
     if kind in (int, float):
         numbers = Integral if kind is int else Real
         return isinstance(value, numbers) and not isinstance(value, bool)
@@ -115,13 +108,13 @@ def _described(choices: tuple[Any, ...]) -> str:
     words = [word for choice in choices for word in _words_of(choice)]
     *others, last = words
     listed = f"{', '.join(others)} or {last}" if others else last
-    return f"one of {listed}" if get_origin(choices[0]) is Literal else listed
+    return f"one of {listed}" if typing.get_origin(choices[0]) is typing.Literal else listed
 
 
 def _words_of(kind: Any) -> list[str]:  # noqa: ANN401 - a type or a form of typing
-    origin = get_origin(kind)
-    if origin is Literal:
-        return [repr(member) for member in get_args(kind)]
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return [repr(member) for member in typing.get_args(kind)]
     if origin is tuple:
         return ["a tuple of texts"]
     if origin is not None:

@@ -328,7 +328,7 @@ class Past:
         except errors.BrokenChainError as exc:
             if held is None or held >= manifest.version or exc.hint != exc.default_hint:
                 raise
-            raise _missing(
+            raise missing_manifest(
                 manifest.version - 1, target.version
             ) from exc  # the search ended at a gap
 
@@ -356,7 +356,7 @@ class Past:
         return None
 
 
-def _missing(version: Version, newest: Version) -> errors.BrokenChainError:
+def missing_manifest(version: Version, newest: Version) -> errors.BrokenChainError:
     return errors.BrokenChainError(
         f"manifest of version {version} is missing, although version {newest} exists",
         version=version,

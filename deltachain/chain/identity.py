@@ -11,16 +11,8 @@ from typing import Any, Final, TypeAlias
 from deltachain import errors
 from deltachain.chain.checks import ASSET_PATH, check_assets, check_digest, check_paths
 from deltachain.chain.trust import Trust
+from deltachain.format import keys
 from deltachain.format.documents import Count, Document, Identity, ObjectRef, Table, dump, parse
-from deltachain.format.keys import (
-    CHAIN_KEY,
-    HEAD_KEY,
-    MIRROR_KEY,
-    TABLE_KEY,
-    asset_key,
-    manifest_key,
-    object_digest,
-)
 from deltachain.redact import printable, redacted_url
 from deltachain.store import ObjectInfo, Store
 from deltachain.store.base import not_found
@@ -41,7 +33,7 @@ class MirrorRecord(Document, frozen=True, kw_only=True):
 
 def read_mirror(store: Store) -> MirrorRecord | None:
     try:
-        return parse(store.get(MIRROR_KEY), MirrorRecord, key=MIRROR_KEY)
+        return parse(store.get(keys.MIRROR_KEY), MirrorRecord, key=keys.MIRROR_KEY)
     except errors.ObjectNotFoundError:
         return None
 
@@ -57,7 +49,7 @@ def refuse_mirror(store: Store, trust: Trust) -> None:
     except errors.FormatError as exc:
         if not is_signed:
             raise
-        found = f"has {MIRROR_KEY}, which is damaged: {exc.args[0]}"
+        found = f"has {keys.MIRROR_KEY}, which is damaged: {exc.args[0]}"
     else:
         if record is None:
             return
@@ -94,14 +86,14 @@ OTHER_LAYERS: Final = (
 """Hint for another table of a chain whose weights are quantised."""
 
 WAY_OUT: Final = (
-    f"restore {CHAIN_KEY} from a backup; or restart the trainer that published here: it recreates "
-    "the file if its model is proven to be this chain's. A new chain needs a URL of its own; if no "
-    f"manifest is left, remove {HEAD_KEY} to create one here"
+    f"restore {keys.CHAIN_KEY} from a backup; or restart the trainer that published here: it "
+    "recreates the file if its model is proven to be this chain's. A new chain needs a URL of its "
+    f"own; if no manifest is left, remove {keys.HEAD_KEY} to create one here"
 )
 """Hint for a store with versions but without an identity."""
 
 DAMAGED: Final = (
-    f"{CHAIN_KEY} or {TABLE_KEY} is damaged: restore both from a backup, or remove both "
+    f"{keys.CHAIN_KEY} or {keys.TABLE_KEY} is damaged: restore both from a backup, or remove both "
     "and restart the publisher, which recreates them"
 )
 """Hint for an unreadable document, or a table that does not match the identity."""
@@ -109,10 +101,10 @@ DAMAGED: Final = (
 
 def lost_chain(url: str) -> errors.ObjectNotFoundError:
     return errors.ObjectNotFoundError(
-        f"the chain that was at {url} is lost: {CHAIN_KEY} is gone",
-        key=CHAIN_KEY,
+        f"the chain that was at {url} is lost: {keys.CHAIN_KEY} is gone",
+        key=keys.CHAIN_KEY,
         hint="possible causes: an unmounted folder, an emptied bucket, a lifecycle rule. Restore "
-        f"{CHAIN_KEY} (a running publisher does so by itself), or restart the publisher: if "
+        f"{keys.CHAIN_KEY} (a running publisher does so by itself), or restart the publisher: if "
         "nothing is left, it creates a new chain, which replicas join from nothing",
     )
 
@@ -121,37 +113,38 @@ def read_model(store: Store, trust: Trust) -> Model:
     seen = None
     try:
         if store.capabilities.conditional_put:
-            data = store.get(CHAIN_KEY)
-        elif seen := store.find(CHAIN_KEY):
-            data = bytes(store.read(CHAIN_KEY, nbytes=seen.nbytes, pin=seen.pin))
+            data = store.get(keys.CHAIN_KEY)
+        elif seen := store.find(keys.CHAIN_KEY):
+            data = bytes(store.read(keys.CHAIN_KEY, nbytes=seen.nbytes, pin=seen.pin))
         else:
-            raise not_found(CHAIN_KEY, store.url)
+            raise not_found(keys.CHAIN_KEY, store.url)
     except errors.ObjectNotFoundError as exc:
         if _has_traces(store):
             lost = _lost(store)
             raise errors.ObjectNotFoundError(
-                str(lost.args[0]), key=CHAIN_KEY, hint=lost.hint
+                str(lost.args[0]), key=keys.CHAIN_KEY, hint=lost.hint
             ) from exc
         exc.hint = "no publisher has created a chain here yet; check the URL"
         raise
     try:
-        identity = check_assets(parse(data, Identity, key=CHAIN_KEY))
+        identity = check_assets(parse(data, Identity, key=keys.CHAIN_KEY))
     except errors.MalformedError as exc:
         exc.hint = DAMAGED
         raise
     trust.check_identity(store, identity.chain, data)
     document, table = _read_table(store, identity)
-    return identity, table, seen, {CHAIN_KEY: data, TABLE_KEY: document}
+    return identity, table, seen, {keys.CHAIN_KEY: data, keys.TABLE_KEY: document}
 
 
 def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
     try:
-        document = store.get(TABLE_KEY)
-        check_digest(document, identity.table, TABLE_KEY)
+        document = store.get(keys.TABLE_KEY)
+        check_digest(document, identity.table, keys.TABLE_KEY)
     except errors.ObjectNotFoundError as exc:
         raise errors.ObjectNotFoundError(
-            f"{TABLE_KEY} of chain {identity.chain} is lost: {store.url} has only its {CHAIN_KEY}",
-            key=TABLE_KEY,
+            f"{keys.TABLE_KEY} of chain {identity.chain} is lost: {store.url} has only its "
+            f"{keys.CHAIN_KEY}",
+            key=keys.TABLE_KEY,
             url=store.url,
             hint="restore it from a backup; a running publisher, or a restarted trainer of the "
             "same model, restores it by itself",
@@ -159,11 +152,11 @@ def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
     except errors.DigestMismatchError as exc:
         exc.hint = DAMAGED
         raise
-    table = parse(document, Table, key=TABLE_KEY)
+    table = parse(document, Table, key=keys.TABLE_KEY)
     try:
         table.specs()
     except ValueError as exc:
-        raise errors.MalformedError(f"{TABLE_KEY}: {exc}", key=TABLE_KEY) from exc
+        raise errors.MalformedError(f"{keys.TABLE_KEY}: {exc}", key=keys.TABLE_KEY) from exc
     return document, table
 
 
@@ -181,16 +174,16 @@ def make(
     Racing callers with equal tables get the same identity. A lost table is restored.
     """
     document = dump(table)
-    if store.find(CHAIN_KEY) is not None:
+    if store.find(keys.CHAIN_KEY) is not None:
         return _read_same(store, document, trust)
     if has_versions(store):  # the identity of a chain is always put before its first version
-        if store.find(CHAIN_KEY) is None:
+        if store.find(keys.CHAIN_KEY) is None:
             raise _lost(store)
         return _read_same(store, document, trust)
     try:
-        store.put_if_absent(TABLE_KEY, document)
+        store.put_if_absent(keys.TABLE_KEY, document)
     except errors.AlreadyExistsError:
-        if store.get(TABLE_KEY) != document:
+        if store.get(keys.TABLE_KEY) != document:
             raise _another_model(store, table) from None
     return put(store, document, chain_id=chain_id, time=time, assets=assets, trust=trust)
 
@@ -207,23 +200,25 @@ def put(
     """Put an identity for an existing table, unless there is one."""
     check_paths(assets)
     refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
-    identity = Identity(chain=chain_id, created=time, table=object_digest(document), assets=refs)
+    identity = Identity(
+        chain=chain_id, created=time, table=keys.object_digest(document), assets=refs
+    )
     data = dump(identity)
     for key, signature in trust.sign_identity(chain_id, data).items():
         store.put(key, signature)
     try:
-        store.put_if_absent(CHAIN_KEY, data)
+        store.put_if_absent(keys.CHAIN_KEY, data)
     except errors.AlreadyExistsError:
         return read_model(store, trust)
     if not store.capabilities.conditional_put:
         return read_model(store, trust)  # another publisher may have created one since the check
-    table = parse(document, Table, key=TABLE_KEY)
-    return identity, table, None, {CHAIN_KEY: data, TABLE_KEY: document}
+    table = parse(document, Table, key=keys.TABLE_KEY)
+    return identity, table, None, {keys.CHAIN_KEY: data, keys.TABLE_KEY: document}
 
 
 def chain_around(folder: Path) -> Path | None:
     here = folder.absolute()
-    return next((one for one in (here, *here.parents) if (one / CHAIN_KEY).is_file()), None)
+    return next((one for one in (here, *here.parents) if (one / keys.CHAIN_KEY).is_file()), None)
 
 
 def has_versions(store: Store) -> bool:
@@ -248,17 +243,17 @@ def put_back(store: Store, documents: Mapping[str, bytes], key: str) -> bool:
 def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> bool:
     """Return whether the identity in a store is of the same chain; restore it if damaged."""
     try:
-        there = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
+        there = parse(store.get(keys.CHAIN_KEY), Identity, key=keys.CHAIN_KEY)
     except errors.ObjectNotFoundError:
         return True
     except errors.MalformedError:
-        replace(store, documents, CHAIN_KEY)
+        replace(store, documents, keys.CHAIN_KEY)
         return True
     except errors.FormatError as exc:
         logger.warning("no subscriber can join: %s", exc)
         return True
     if there.chain == opened.chain and there.table != opened.table:  # a chain has one table
-        replace(store, documents, CHAIN_KEY)
+        replace(store, documents, keys.CHAIN_KEY)
         return True
     return there.chain == opened.chain
 
@@ -270,7 +265,7 @@ def replace(store: Store, documents: Mapping[str, bytes], key: str) -> None:
 
 def identity_there(store: Store) -> str | None:
     try:
-        return parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY).chain
+        return parse(store.get(keys.CHAIN_KEY), Identity, key=keys.CHAIN_KEY).chain
     except errors.ObjectNotFoundError:
         return None
 
@@ -278,7 +273,7 @@ def identity_there(store: Store) -> str | None:
 def replaced(url: str, there: str, known: str, version: Version) -> errors.ChainMismatchError:
     """Build the error for a chain that took the place of another one."""
     return errors.ChainMismatchError(
-        f"two chains were at {url}: {CHAIN_KEY} names {there}, but {known}",
+        f"two chains were at {url}: {keys.CHAIN_KEY} names {there}, but {known}",
         version=version,
         hint="decide which one is right, and give the other a URL of its own; replicas join the "
         "one that is there from nothing",
@@ -287,37 +282,38 @@ def replaced(url: str, there: str, known: str, version: Version) -> errors.Chain
 
 def _lost(store: Store) -> errors.BrokenChainError:
     return errors.BrokenChainError(
-        f"the chain's identity is lost: {store.url} has versions but no {CHAIN_KEY}", hint=WAY_OUT
+        f"the chain's identity is lost: {store.url} has versions but no {keys.CHAIN_KEY}",
+        hint=WAY_OUT,
     )
 
 
 def _has_traces(store: Store) -> bool:
-    return bool(store.find_all([HEAD_KEY, manifest_key(0)]))
+    return bool(store.find_all([keys.HEAD_KEY, keys.manifest_key(0)]))
 
 
 def _read_same(store: Store, document: bytes, trust: Trust) -> Model:
     try:
         opened = read_model(store, trust)
     except errors.ObjectNotFoundError as exc:
-        if exc.key != TABLE_KEY:
+        if exc.key != keys.TABLE_KEY:
             raise
-        identity = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
-        if identity.table != object_digest(document):
+        identity = parse(store.get(keys.CHAIN_KEY), Identity, key=keys.CHAIN_KEY)
+        if identity.table != keys.object_digest(document):
             raise errors.ChainMismatchError(
-                f"{store.url} holds chain {identity.chain}, whose {TABLE_KEY} is lost: "
+                f"{store.url} holds chain {identity.chain}, whose {keys.TABLE_KEY} is lost: "
                 "this model has another table",
                 hint=exc.hint,
             ) from exc
-        put_back(store, {TABLE_KEY: document}, TABLE_KEY)
+        put_back(store, {keys.TABLE_KEY: document}, keys.TABLE_KEY)
         opened = read_model(store, trust)
-    if opened[3][TABLE_KEY] != document:
-        raise _another_model(store, parse(document, Table, key=TABLE_KEY))
+    if opened[3][keys.TABLE_KEY] != document:
+        raise _another_model(store, parse(document, Table, key=keys.TABLE_KEY))
     return opened
 
 
 def _put_asset(store: Store, path: str, data: bytes) -> ObjectRef:
-    digest = object_digest(data)
-    key = asset_key(digest, path)
+    digest = keys.object_digest(data)
+    key = keys.asset_key(digest, path)
     ext = {ASSET_PATH: path} if "/" in path else {}
     return ObjectRef(key=key, nbytes=len(data), blake3=digest, pin=store.put(key, data), ext=ext)
 
@@ -351,7 +347,7 @@ def _quantised(recipe: object) -> str:
 
 
 def _another_model(store: Store, table: Table) -> errors.ChainMismatchError:
-    there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
+    there = parse(store.get(keys.TABLE_KEY), Table, key=keys.TABLE_KEY)
     check_recipe(store.url, there, table.ext)
     different = set(there.tensors) ^ set(table.tensors)
     example = min(different, default=("aliases", "", ()))

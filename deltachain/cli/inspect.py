@@ -58,7 +58,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
 
 def _file(path: Path) -> dict[str, Any]:
     from deltachain.codec import Part
-    from deltachain.file_reader import FileReader
+    from deltachain.file_access import FileReader
 
     reader = FileReader(path)
     part = Part(reader.read_at, reader.nbytes, key=str(path))

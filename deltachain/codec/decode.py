@@ -7,17 +7,9 @@ import msgspec
 import numpy as np
 
 from deltachain import errors
+from deltachain.codec import container
 from deltachain.codec import container as d
 from deltachain.codec.columns import RowColumns, columns_of
-from deltachain.codec.container import (
-    Entry,
-    Header,
-    ReadAt,
-    in_bits,
-    read_header,
-    stream_name,
-    write_header,
-)
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
@@ -47,10 +39,10 @@ class Part:
         columns: Rows and segments of the directory, checked.
     """
 
-    def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
+    def __init__(self, read_at: container.ReadAt, nbytes: int, *, key: str = "") -> None:
         self.key = key
         self._source = _Source(b"")
-        header = read_header(read_at, nbytes, key=key)
+        header = container.read_header(read_at, nbytes, key=key)
         self.compressed = _check_metadata(header, key)
         self.digest = _check_front(header, read_at, key)
         self._front_nbytes = header.entries["digest"].stop
@@ -189,7 +181,7 @@ class Part:
         return delta
 
 
-def _check_metadata(header: Header, key: str) -> bool:
+def _check_metadata(header: container.Header, key: str) -> bool:
     """Check the format number and the compression; return whether streams are compressed."""
     version = header.metadata.get("deltachain")
     if version is None:
@@ -204,7 +196,7 @@ def _check_metadata(header: Header, key: str) -> bool:
     return compression == "zstd"
 
 
-def _entry(header: Header, name: str, position: int, key: str) -> Entry:
+def _entry(header: container.Header, name: str, position: int, key: str) -> container.Entry:
     names = list(header.entries)
     if len(names) <= position or names[position] != name:
         raise errors.MalformedError(f"{key}: entry {position} is not {name!r}", key=key)
@@ -214,7 +206,7 @@ def _entry(header: Header, name: str, position: int, key: str) -> Entry:
     return entry
 
 
-def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
+def _check_front(header: container.Header, read_at: container.ReadAt, key: str) -> str:
     """Verify header and directory against the digest stored after them; return the digest."""
     _entry(header, "directory", 0, key)
     entry = _entry(header, "digest", 1, key)
@@ -228,12 +220,14 @@ def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
             f"{key}: directory", expected=expected, actual=actual, key=key
         )
     entries = [(e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values()]
-    if front[: header.nbytes] != write_header(header.metadata, entries):
+    if front[: header.nbytes] != container.write_header(header.metadata, entries):
         raise errors.MalformedError(f"{key}: the header is not canonical", key=key)
     return actual
 
 
-def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: str) -> d.Directory:
+def _read_directory(
+    header: container.Header, read_at: container.ReadAt, *, compressed: bool, key: str
+) -> d.Directory:
     entry = _entry(header, "directory", 0, key)
     data = read_at(entry.start, entry.nbytes)
     claimed = header.metadata.get("directory_nbytes", "")
@@ -260,7 +254,7 @@ def _check_digests(directory: d.Directory, key: str) -> None:
 
 
 def _frames(
-    directory: d.Directory, header: Header, *, compressed: bool, key: str
+    directory: d.Directory, header: container.Header, *, compressed: bool, key: str
 ) -> Iterator[tuple[d.StreamRow, Frames]]:
     entries = list(header.entries.values())[2:]
     if [entry.name for entry in entries] != [row.name for row in directory.streams]:
@@ -275,7 +269,7 @@ def _frames(
 
 
 def _check_streams(
-    columns: RowColumns, header: Header, streams: Mapping[str, StreamReader], key: str
+    columns: RowColumns, header: container.Header, streams: Mapping[str, StreamReader], key: str
 ) -> None:
     """Check that the streams are exactly those of the tensors, each of the right length."""
     sizes = {name: _nbytes(name, units) for name, units in columns.ends.items()}
@@ -344,7 +338,7 @@ def _streams_of(part: Part, name: str, near: Range) -> Iterator[tuple[StreamRead
         return
     for stream, count in reader.lengths.items():
         start, stop = reader.starts[stream], reader.starts[stream] + count
-        if in_bits(stream):
+        if container.in_bits(stream):
             start, stop = start // 8, (stop + 7) // 8
         if count:
-            yield reader.streams[stream_name(reader.row.bucket, stream)], start, stop
+            yield reader.streams[container.stream_name(reader.row.bucket, stream)], start, stop

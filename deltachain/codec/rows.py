@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from deltachain.codec.container import MAX_DIRECTORY, Directory, TensorRow
-from deltachain.codec.encodings.registry import ENCODINGS
+from deltachain.codec.encodings import ENCODINGS
 from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError
 from deltachain.types import StateDigest

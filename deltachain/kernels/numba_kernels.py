@@ -13,20 +13,7 @@ import numpy.typing as npt
 from numba.extending import intrinsic
 
 from deltachain import threads as slab
-from deltachain.kernels.arrays import (
-    CANONICAL,
-    LEAVES,
-    MIX_A,
-    MIX_B,
-    PHI,
-    BrokenSegmentError,
-    Changes,
-    SplitSteps,
-    StagedBatch,
-    StagedSteps,
-    StepStreams,
-    WindowPlace,
-)
+from deltachain.kernels import arrays
 from deltachain.kernels.compiling import compiled, inlined
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
@@ -36,7 +23,7 @@ if TYPE_CHECKING:
 _intrinsic: Final[Any] = intrinsic  # untyped
 _carray: Final[Any] = numba.carray  # type: ignore[attr-defined]  # of the public interface
 _U = np.uint64
-_PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
+_PHI, _MIX_A, _MIX_B = _U(arrays.PHI), _U(arrays.MIX_A), _U(arrays.MIX_B)
 
 
 @compiled
@@ -173,7 +160,9 @@ def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values
     return 0
 
 
-def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
+def decode_steps(
+    segments: npt.NDArray[np.int64], streams: arrays.StepStreams
+) -> tuple[Indices, Bits]:
     """Decode the segments of one tensor in the encoding ``step``.
 
     Args:
@@ -186,10 +175,10 @@ def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple
     nnz = int(segments[:, 2].sum())
     indices, values = slab.empty(nnz, np.int64), slab.empty(nnz, streams.wide.dtype)
     firsts = _U(streams.sign_at), _U(streams.exception_at)
-    arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
-    wrong = _decode_steps(segments, arrays, firsts, indices, values)
+    given = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
+    wrong = _decode_steps(segments, given, firsts, indices, values)
     if wrong:
-        raise ValueError((LEAVES, CANONICAL)[wrong - 1])
+        raise ValueError((arrays.LEAVES, arrays.CANONICAL)[wrong - 1])
     return indices, values
 
 
@@ -249,9 +238,9 @@ def run_stage(
     run: Callable[..., int],
     segments: npt.NDArray[np.int64],
     scratch: tuple[Any, ...],
-    live: tuple[WindowPlace, Bits, tuple[int, int]],
+    live: tuple[arrays.WindowPlace, Bits, tuple[int, int]],
     broken: Sequence[str],
-) -> StagedSteps:
+) -> arrays.StagedSteps:
     (offset, at, dims), weights, (key0, key1) = live
     nnz, kind = int(segments[:, 2].sum()), weights.dtype
     kept = np.empty(nnz, np.int64), np.empty(nnz, kind), np.empty(nnz, kind)
@@ -261,7 +250,7 @@ def run_stage(
         raise ValueError(broken[-count - 1])
     added0, added1, removed0, removed1 = lanes.tolist()
     positions, old, new = (_released(array, count) for array in kept)
-    return StagedSteps(
+    return arrays.StagedSteps(
         positions=positions,
         old=old,
         new=new,
@@ -458,7 +447,7 @@ def _stage_batch(table: Any, given: Any, places: Any, room: Any, out: Any) -> tu
     return block, count
 
 
-def stage_batch(batch: "SegmentBatch", places: "PlacementTable") -> StagedBatch:
+def stage_batch(batch: "SegmentBatch", places: "PlacementTable") -> arrays.StagedBatch:
     """Decode and stage all segments of a batch; see the reference.
 
     A segment's indices and steps stay in cache: only what is kept is written to memory.
@@ -480,10 +469,10 @@ def stage_batch(batch: "SegmentBatch", places: "PlacementTable") -> StagedBatch:
     rows = places.rows.numpy(), places.first
     number, count = _stage_batch(table, given, rows, room, (*kept, blocks, sums))
     if count < 0:
-        raise BrokenSegmentError(number, (LEAVES, CANONICAL)[-count - 1])
+        raise arrays.BrokenSegmentError(number, (arrays.LEAVES, arrays.CANONICAL)[-count - 1])
     blocks = blocks[:number]
     positions, old, new = (_released(array, count) for array in kept)
-    return StagedBatch(positions, old, new, blocks, sums)
+    return arrays.StagedBatch(positions, old, new, blocks, sums)
 
 
 @compiled
@@ -497,7 +486,7 @@ def _write_batch(rows: Any, blocks: Any, positions: Any, bits: Any) -> None:
         )
 
 
-def write_batch_(places: "PlacementTable", staged: StagedBatch, bits: Bits) -> None:
+def write_batch_(places: "PlacementTable", staged: arrays.StagedBatch, bits: Bits) -> None:
     _write_batch(places.rows.numpy(), staged.blocks, staged.positions, bits)
 
 
@@ -555,12 +544,14 @@ def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int
     return count
 
 
-def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tuple[Changes, bool]:
+def drive(
+    kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits
+) -> tuple[arrays.Changes, bool]:
     """Run a diff kernel to the end in buffers of bounded size; join the changes.
 
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
     """
-    found: list[Changes] = []
+    found: list[arrays.Changes] = []
     size = max(SMALLEST, snapshot.size // 32)
     at, dtype = 0, snapshot.dtype
     while not found or 0 <= at < snapshot.size:
@@ -569,15 +560,15 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
         indices, old, new = indices[:count], old[:count], new[:count]
         if size == SMALLEST:  # thousands of small tensors would hold a buffer each
             indices, old, new = indices.copy(), old.copy(), new.copy()
-        found.append(Changes(indices, old, new))
+        found.append(arrays.Changes(indices, old, new))
     if at < 0:
         for changes in found:
             snapshot[changes.indices] = changes.old
         indices, old, new = found[0]
-        return Changes(indices[:0], old[:0], new[:0]), False
+        return arrays.Changes(indices[:0], old[:0], new[:0]), False
     if len(found) == 1:
         return found[0], True
-    return Changes(*(np.concatenate(column) for column in zip(*found, strict=True))), True
+    return arrays.Changes(*(np.concatenate(column) for column in zip(*found, strict=True))), True
 
 
 @compiled
@@ -627,16 +618,16 @@ def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, i
 
 def _drive(
     kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
-) -> Changes:
+) -> arrays.Changes:
     return drive(lambda at, out: kernel(snapshot, current, at, out), snapshot)[0]
 
 
-def diff_(snapshot: Bits, current: Bits) -> Changes:
+def diff_(snapshot: Bits, current: Bits) -> arrays.Changes:
     """Find the elements of ``current`` whose bits differ from ``snapshot``, and copy them there."""
     return _drive(_diff, snapshot, current)
 
 
-def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
+def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> arrays.Changes:
     """Run :func:`diff_` on ``cast_bf16(master)``."""
     return _drive(_cast_diff, snapshot, master.view(np.uint32))
 
@@ -706,14 +697,14 @@ def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:
     return exceptions, wides
 
 
-def split_steps(steps: Bits) -> SplitSteps:
+def split_steps(steps: Bits) -> arrays.SplitSteps:
     """Split wrapping steps into sign, magnitude and exceptions (FORMAT.md 4)."""
     n = steps.size
     negative, exception = np.empty(n, np.bool_), np.empty(n, np.bool_)
     magnitude, wide = np.empty(n + 1, np.uint8), np.empty(n + 1, steps.dtype)
     top = _U(1 << (8 * steps.itemsize - 1))
     exceptions, wides = _split(steps, top, (negative, exception, magnitude, wide))
-    return SplitSteps(negative, exception, magnitude[:exceptions], wide[:wides])
+    return arrays.SplitSteps(negative, exception, magnitude[:exceptions], wide[:wides])
 
 
 @compiled

@@ -15,11 +15,7 @@ from deltachain.chain.manifests import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.format.documents import EdgeSummary, dump
-from deltachain.maintain.added_edges import (
-    add_anchor,
-    add_skip,
-    is_pruned,
-)
+from deltachain.maintain import added_edges
 from deltachain.maintain.pruner import PrunePlan, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.types import Version
@@ -231,7 +227,7 @@ class Maintainer:
                 head=head.version,
                 model_nbytes=self._model_nbytes,
             ):
-                if is_pruned(self.chain, hop.base, hop.version):
+                if added_edges.is_pruned(self.chain, hop.base, hop.version):
                     continue
                 start, target = self.chain.find(hop.base), self.chain.find(hop.version)
                 if start is None or target is None or self.survey.has_record(hop.key):
@@ -242,7 +238,7 @@ class Maintainer:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
                 except errors.ChainError:
-                    if is_pruned(self.chain, hop.base, hop.version):
+                    if added_edges.is_pruned(self.chain, hop.base, hop.version):
                         continue  # by another maintainer, meanwhile
                     raise
                 done(summary)
@@ -262,19 +258,19 @@ class Maintainer:
         if target is None:
             return
         try:
-            summary = add_anchor(self.chain, target, base=self.base)
+            summary = added_edges.add_anchor(self.chain, target, base=self.base)
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
         except errors.ChainError:
-            if is_pruned(self.chain, None, target.version):
+            if added_edges.is_pruned(self.chain, None, target.version):
                 return  # by another maintainer, meanwhile
             raise
         done(summary)
         yield summary
 
     def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
-        return add_skip(self.chain, start, plan, target, base=self.base)
+        return added_edges.add_skip(self.chain, start, plan, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
         """Name recorded anchors in the hint that neither manifests nor the hint name."""

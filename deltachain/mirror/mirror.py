@@ -17,16 +17,7 @@ from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, 
 from deltachain.chain.manifests import MAX_HINT, NONE
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
-from deltachain.format import keys
-from deltachain.format.documents import (
-    Head,
-    Manifest,
-    PrunedRange,
-    PruneRecord,
-    dump,
-    parse,
-    unseal,
-)
+from deltachain.format import documents, keys
 from deltachain.format.keys import object_digest
 from deltachain.metrics import Figure, figures, info
 from deltachain.mirror.copies import CopyOutcome, CopyPipeline, ObjectCopy
@@ -121,7 +112,7 @@ class Mirror:
         self._extra, self._records, self._prune = set[str](), set[str](), NONE
         self._sent = set[str]()
         self._put: dict[str, bytes] = {}
-        self._pruned: PruneRecord | None = None
+        self._pruned: documents.PruneRecord | None = None
         self._stay = 0
         self._is_whole = self._is_joinable = False
 
@@ -147,11 +138,11 @@ class Mirror:
             StoreError: A store failed.
         """
         stop = stop or Event()
-        chain, record, documents = self._opened = self._open()
+        chain, record, origin = self._opened = self._open()
         self.rounds += 1
         is_survey = not self._is_whole or not self.rounds % SURVEY
         looks_back = is_survey or self.version < 0 or not self.rounds % LOOK_BACK
-        heartbeat = documents.heartbeat() if looks_back else None  # before what it names
+        heartbeat = origin.heartbeat() if looks_back else None  # before what it names
         data, hint = self._read_hint()
         newest = chain.head() if looks_back else None
         self.head = newest.version if newest else -1
@@ -161,7 +152,7 @@ class Mirror:
             self._survey(record.first)
         if looks_back:
             self._check_same()
-        copies = self._copies(chain, documents, hint, looks_back=looks_back, is_survey=is_survey)
+        copies = self._copies(chain, origin, hint, looks_back=looks_back, is_survey=is_survey)
         yield from self._run(copies, stop)
         if stop.is_set():
             return
@@ -199,7 +190,7 @@ class Mirror:
                 writer=self._writer,
             )
             try:
-                there.put_if_absent(keys.MIRROR_KEY, dump(record))
+                there.put_if_absent(keys.MIRROR_KEY, documents.dump(record))
             except errors.AlreadyExistsError:
                 record = read_mirror(there) or record
         elif start not in (None, "head") and _oldest_copied(chain, start) != record.first:
@@ -247,8 +238,8 @@ class Mirror:
         if not self._is_whole:
             self._planned(sum(info.nbytes for info in self._missing.values()))
 
-    def _identity(self, documents: SourceDocuments) -> Iterator[ObjectCopy]:
-        copies = list(documents.identity())
+    def _identity(self, origin: SourceDocuments) -> Iterator[ObjectCopy]:
+        copies = list(origin.identity())
         found = self.destination.find_all(copy.key for copy in copies)
         for copy in copies:
             if copy.key not in found or found[copy.key].nbytes != copy.nbytes:
@@ -257,8 +248,8 @@ class Mirror:
     def _copies(
         self,
         chain: Chain,
-        documents: SourceDocuments,
-        hint: Head | None,
+        origin: SourceDocuments,
+        hint: documents.Head | None,
         *,
         looks_back: bool,
         is_survey: bool,
@@ -266,13 +257,13 @@ class Mirror:
         """Yield all that the mirror may lack, in the order of dependence."""
         is_due = looks_back or self.head > self.version
         if is_due:
-            self._put_signatures(documents)
+            self._put_signatures(origin)
             self._pruned = newest_prune(chain)
         if is_survey or (looks_back and self.version >= 0):
-            yield from self._identity(documents)
+            yield from self._identity(origin)
         if is_due:
             prunes = {self._prune, *map(keys.prune_of, self._missing)} if is_survey else ()
-            yield from documents.prunes(self._prune, prunes)
+            yield from origin.prunes(self._prune, prunes)
         records = dict[str, ObjectInfo]()
         if is_survey:
             records = {k: i for k, i in self._missing.items() if k.startswith(keys.EDGE_PREFIX)}
@@ -283,15 +274,15 @@ class Mirror:
                 infos = self.source.list(f"{keys.EDGE_PREFIX}{version:020d}/")
                 records |= {info.key: info for info in infos}
             for version in sorted(torn):
-                yield from documents.versions(version, min(version, self.head))
-        yield from documents.versions(self.version + 1, self.head)
+                yield from origin.versions(version, min(version, self.head))
+        yield from origin.versions(self.version + 1, self.head)
         records |= self._hinted_records(hint)
-        yield from documents.records(records.values())
+        yield from origin.records(records.values())
         if is_due:
             tags = (key for key in self._records if key.startswith(keys.TAG_PREFIX))
-            yield from documents.tags(tags, compare=is_survey)
+            yield from origin.tags(tags, compare=is_survey)
 
-    def _hinted_records(self, hint: Head | None) -> dict[str, ObjectInfo]:
+    def _hinted_records(self, hint: documents.Head | None) -> dict[str, ObjectInfo]:
         """Return the edge records that a head hint names and the mirror lacks."""
         edges = hint.anchors if hint else ()
         named = (e.record for e in edges if e.record == keys.edge_key(e.version, e.kind, e.base))
@@ -331,7 +322,7 @@ class Mirror:
         except errors.ObjectNotFoundError:
             self._is_whole = False
             raise
-        return Committed(unseal(data, Manifest, key=key), object_digest(data))
+        return Committed(documents.unseal(data, documents.Manifest, key=key), object_digest(data))
 
     def _check_same(self) -> None:
         """Check that the source has the newest version of the mirror."""
@@ -413,10 +404,10 @@ class Mirror:
             more = "; more are counted at the end" if len(self.left_out) == NAMED else ""
             logger.warning("%s is gone from %s, and is left out%s", copy.key, self.source.url, more)
 
-    def _read_hint(self) -> tuple[bytes, Head | None]:
+    def _read_hint(self) -> tuple[bytes, documents.Head | None]:
         try:
             data = self.source.get(keys.HEAD_KEY, limit=MAX_HINT)
-            return data, parse(data, Head, key=keys.HEAD_KEY)
+            return data, documents.parse(data, documents.Head, key=keys.HEAD_KEY)
         except (errors.ObjectNotFoundError, errors.FormatError):
             return b"", None
 
@@ -426,9 +417,9 @@ class Mirror:
             self.destination.put(key, data)
             self._put[key] = data
 
-    def _put_signatures(self, documents: SourceDocuments) -> None:
+    def _put_signatures(self, origin: SourceDocuments) -> None:
         """Put signatures into the mirror; like a publisher's, they come before ``chain.json``."""
-        for key, data in documents.signatures():
+        for key, data in origin.signatures():
             if self._put.get(key) is None and self.destination.find(key) is not None:
                 self._put[key] = self.destination.get(key)
             self._put_anew(key, data)
@@ -534,7 +525,7 @@ def _oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Ver
     return plan_present(chain, None, committed).edges[0].version if committed else 0
 
 
-def _is_in(row: PrunedRange, key: str) -> bool:
+def _is_in(row: documents.PrunedRange, key: str) -> bool:
     """Return whether a payload is of an edge of a range, or of another skip to that version."""
     version = keys.version_of(key) or 0
     is_of_kind = key.startswith(f"{row.kind}s/")

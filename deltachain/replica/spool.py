@@ -22,7 +22,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.codec import Part
 from deltachain.disk_space import FULL, hint_for
 from deltachain.errors import ApplyError, DeltaChainError
-from deltachain.file_reader import map_file
+from deltachain.file_access import map_file
 from deltachain.format.documents import Count, ObjectRef, Struct
 from deltachain.types import Buffer
 

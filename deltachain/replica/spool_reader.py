@@ -17,7 +17,7 @@ from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.delta import OldBits
-from deltachain.file_reader import map_file
+from deltachain.file_access import map_file
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
 from deltachain.subscribe.targets.tensor_patch import LiveElements

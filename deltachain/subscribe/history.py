@@ -3,6 +3,7 @@
 import logging
 
 from deltachain import errors
+from deltachain.chain.ancestry import missing_manifest
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import lost_chain, replaced
@@ -31,14 +32,14 @@ def find_mismatch(held: HeldVersion, found: Standing, url: str) -> errors.DeltaC
             version=held.version,
         )
     if found.newest is not None and found.newest > held.version:
-        return _missing(held.version + 1, found.newest)
+        return missing_manifest(held.version + 1, found.newest)
     return None
 
 
 def _gone(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainError:
     newest = found.newest
     if newest is not None and newest > held.version:
-        return _missing(held.version, newest)
+        return missing_manifest(held.version, newest)
     there = "none is there" if newest is None else f"the newest there is {newest}"
     if found.lags:
         return errors.MirrorLagsError(
@@ -51,14 +52,6 @@ def _gone(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainErro
         version=held.version,
         hint=f"{errors.StoreWentBackError.default_hint}{back}. Of a mirror that is behind what is "
         "held, set DELTACHAIN_MIRROR=1",
-    )
-
-
-def _missing(version: Version, newest: Version) -> errors.BrokenChainError:
-    return errors.BrokenChainError(
-        f"manifest of version {version} is missing, although version {newest} exists",
-        version=version,
-        hint="manifests must never be deleted: restore it, or publish an anchor that avoids it",
     )
 
 

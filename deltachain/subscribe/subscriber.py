@@ -25,17 +25,10 @@ from deltachain.redact import redacted_url
 from deltachain.setting_types import fields_of, names_checked, whole
 from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
+from deltachain.subscribe import history
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch_around import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, Looked, Round, repeat
-from deltachain.subscribe.history import (
-    Watch,
-    check_history,
-    check_standing,
-    held_by,
-    identify,
-    require,
-)
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -312,7 +305,7 @@ class Subscriber(Closeable):
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.group: Group | None = None
-        self.watch, self.times = Watch(), Times(lambda: self.store.unanswered_since)
+        self.watch, self.times = history.Watch(), Times(lambda: self.store.unanswered_since)
         self._usable = UsablePlans(self.config.base)
         self.store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
@@ -337,7 +330,7 @@ class Subscriber(Closeable):
     def _open(self) -> Chain:
         chain = Chain.open(self.store, self.config.trust())
         bind(self.target, chain)
-        self._held = identify(chain, self.target, verify=self.config.verify_at_start)
+        self._held = history.identify(chain, self.target, verify=self.config.verify_at_start)
         self.times.looked()
         return chain
 
@@ -459,11 +452,11 @@ class Subscriber(Closeable):
         self, chain: Chain, version: Version | Committed | None, last: HeldVersion | None
     ) -> Committed:
         try:
-            committed = require(chain, version, last)
+            committed = history.require(chain, version, last)
             self.times.looked()
             self.times.committed(committed.digest, committed.manifest.time)
             if last is not None:
-                check_history(chain, last, committed)
+                history.check_history(chain, last, committed)
         except (
             errors.ChainMismatchError,
             errors.ForkedChainError,
@@ -524,7 +517,7 @@ class Subscriber(Closeable):
                     generation = self._generation
                 if done:
                     return done
-                staged = self._stage(require(self.chain, goal), None, generation)
+                staged = self._stage(history.require(self.chain, goal), None, generation)
                 with self._writing:
                     if generation == self._generation:
                         self.swap(staged)
@@ -548,7 +541,7 @@ class Subscriber(Closeable):
             self._undo.pop()
         self.pinned = True
         self.chain.went_back(goal)
-        self.watch = Watch()  # the version held now was not checked yet
+        self.watch = history.Watch()  # the version held now was not checked yet
         self._generation += 1  # invalidates earlier stages
         logger.info("rolled back from version %d to %d and pinned", held.version, goal)
         return self._held, goal
@@ -643,7 +636,7 @@ class Subscriber(Closeable):
         try:
             if held is not None:
                 with suppress(errors.MirrorLagsError):  # proven from a store ahead of this one
-                    check_standing(chain, held)
+                    history.check_standing(chain, held)
             if head is not None:
                 check_age(chain, head)
         except (errors.ChainError, errors.ObjectNotFoundError) as exc:
@@ -691,7 +684,7 @@ class Subscriber(Closeable):
         staged_at = time.perf_counter()
         return Staged(
             held=held if prepared.base_too else None,
-            to=held_by(chain, committed),
+            to=history.held_by(chain, committed),
             manifest=committed.manifest,
             generation=generation,
             fetched=fetched,

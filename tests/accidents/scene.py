@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from deltachain.types import Buffer, Version
 from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
 from tests.support import models
 from tests.support.faults import FaultyStore
-from tests.support.proxy import Proxy
 from tests.unit.cli.support import Done, invoke
 
 Objects = dict[str, bytes]
@@ -289,39 +287,6 @@ class Trainer:
         parent = session.writer.parent
         if parent is not None:
             self.known[parent.version] = parent.digest
-
-
-class Liar(Proxy):
-    """A proxy that loses one put for each of ``lies``, words of paths, behind a 200."""
-
-    def __init__(self, port: int) -> None:
-        self.lies: list[str] = []
-        self.headers: dict[str, str] = {}
-        self.lost: list[str] = []
-        super().__init__(port)
-
-    def _ask(self, client: socket.socket, server: socket.socket, connection: Any) -> None:
-        del connection
-        with suppress(OSError):
-            while piece := client.recv(1 << 14):
-                if self._loses(piece):
-                    named = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-                    answer = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n"
-                    client.sendall(f"{answer}{named}\r\n".encode())
-                    client.shutdown(socket.SHUT_WR)
-                    while client.recv(1 << 14):
-                        pass  # an earlier close would discard the response
-                    break
-                server.sendall(piece)
-            server.shutdown(socket.SHUT_WR)
-
-    def _loses(self, piece: bytes) -> bool:
-        line = piece.partition(b"\r\n")[0].decode(errors="replace")
-        lie = next((lie for lie in self.lies if line.startswith("PUT ") and lie in line), None)
-        if lie is not None:
-            self.lies.remove(lie)
-            self.lost.append(line)
-        return lie is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """20,000 versions: who comes late reads a few documents of them, on every store."""
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -9,112 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
-from deltachain.chain.chain import Chain
-from deltachain.control.announce import Announced, Fleet
 from deltachain.format import keys
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica.leader import Leader
-from deltachain.replica.settings import ReplicaSettings
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Version
-from tests.accidents.scene import Journal, Kept, Objects, put_all
+from tests.accidents.scene import Journal, Kept, put_all
 from tests.crash.child import KINDS, Place
-from tests.support.engine import Sharding, full_of
+from tests.support.backup import objects_of
 from tests.support.models import Replica, State, bits_of, plain_model, replica_of, same, train_
-from tests.support.values import eventually
-from tests.unit.control.replicas import app_of, served
-from tests.unit.replica.replicas import Followed
-
-
-class Restored:
-    """An engine at version 4 of a chain, whose store was put back to version 2."""
-
-    def __init__(self, folder: Path) -> None:
-        self.here = Followed(Sharding(tp=2), folder)
-        self.here.publish(1, 2)
-        self.model: nn.Module = copy.deepcopy(self.here.model)
-        self.copy = self._objects()
-        self.here.publish(3, 4)
-        config = SubscribeConfig(url=self.here.store.url, poll_s=0.005)
-        settings = ReplicaSettings(subscribe=config, follow=True, spool=folder / "spool")
-        self.leader = Leader(settings, self.here.engine, store=self.here.faulty)
-        self.leader.start()
-        assert self.here.holds(4)
-        self.here.publisher.close()
-
-    def restore(self) -> None:
-        for key in self._objects():
-            self.here.store.delete(key)
-        for key, data in self.copy.items():
-            self.here.store.put(key, data)
-
-    def train_again(self, versions: int) -> None:
-        if versions == 0:
-            return
-        store = self.here.store
-        with Publisher(PublishConfig(url=store.url), store=store).attach(self.model) as publisher:
-            for step in range(1, versions):
-                train_(self.model, 100 + step, share=0.05)
-                publisher.publish(step=step)
-                publisher.flush()
-
-    def close(self) -> None:
-        self.leader.stop()
-        self.here.close()
-
-    def _objects(self) -> Objects:
-        return {info.key: self.here.store.get(info.key) for info in self.here.store.list()}
-
-
-@pytest.fixture
-def restored(tmp_path: Path) -> Iterator[Restored]:
-    made = Restored(tmp_path)
-    yield made
-    made.close()
-
-
-def announce(url: str, store: MemoryStore, *, deadline: float = 60.0) -> Announced:
-    head = Chain.open(store).head()
-    assert head is not None
-    with Fleet([url]) as fleet:
-        return fleet.announce(head.version, manifest=head.digest, wait="all", deadline=deadline)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("versions", [0, 1, 2, 3], ids=["dead", "below", "equal", "beyond"])
-def test_a_replica_of_a_lost_history_is_never_counted(restored: Restored, versions: int) -> None:
-    with served(app_of(restored.leader, is_open=True)) as url:
-        store = restored.here.store
-        assert announce(url, store).enough
-        restored.restore()
-        restored.train_again(versions)
-        announced = announce(url, store, deadline=0.5)
-        assert announced.version == 2 + versions
-        assert not announced.enough
-        assert announced.stragglers == (url,)
-        eventually(lambda: not restored.leader.status().ready)
-        status = restored.leader.status()
-        assert status.version == 4
-        assert status.reason
-        assert status.lag_versions is None or status.lag_versions >= 0
-
-
-@pytest.mark.full
-def test_a_replica_that_rolled_back_to_what_is_there_goes_on(restored: Restored) -> None:
-    with served(app_of(restored.leader, is_open=True)) as url:
-        restored.restore()
-        eventually(lambda: not restored.leader.status().ready)
-        restored.leader.rollback(2)
-        restored.leader.release()
-        restored.train_again(3)
-        assert announce(url, restored.here.store).enough
-        eventually(lambda: restored.leader.status().ready)
-        assert restored.here.engine.holds(full_of(restored.model))
-
 
 VERSIONS = 20_000
 BEHIND = 19_000
@@ -183,7 +87,7 @@ def long() -> Long:
             publisher.flush()
             if step == VERSIONS - BEHIND:
                 then = bits_of(model)
-    return Long({info.key: store.get(info.key) for info in store.list()}, then, bits_of(model))
+    return Long(objects_of(store), then, bits_of(model))
 
 
 def until(long: Long, version: Version) -> dict[str, bytes]:

@@ -10,28 +10,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.arrays import (
-    CANONICAL,
-    LEAVES,
-    MIX_A,
-    MIX_B,
-    PHI,
-    Changes,
-    SplitSteps,
-    StagedSteps,
-    StepStreams,
-    WindowPlace,
-)
+from deltachain.kernels import arrays
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 CHUNK: Final = 1 << 16
 """Elements hashed at a time, so that temporaries stay in cache."""
 
 
-def diff_(snapshot: Bits, current: Bits) -> Changes:
+def diff_(snapshot: Bits, current: Bits) -> arrays.Changes:
     """Find the elements of ``current`` whose bits differ from ``snapshot``, and copy them there."""
     indices = np.flatnonzero(snapshot != current)
-    changed = Changes(indices, snapshot[indices], current[indices])
+    changed = arrays.Changes(indices, snapshot[indices], current[indices])
     snapshot[indices] = changed.new
     return changed
 
@@ -45,17 +34,19 @@ def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
     return np.where(is_nan, quiet, rounded).astype(np.uint16)
 
 
-def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
+def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> arrays.Changes:
     """Run :func:`diff_` on ``cast_bf16(master)``."""
     return diff_(snapshot, cast_bf16(master))
 
 
 def mix(key: int, indices: npt.NDArray[Any], bits: Bits) -> npt.NDArray[np.uint64]:
     """Compute the contribution of each element to one lane of the state digest."""
-    x = (np.uint64(key) + indices.astype(np.uint64) * np.uint64(PHI)) ^ bits.astype(np.uint64)
-    x *= np.uint64(MIX_A)
+    x = (np.uint64(key) + indices.astype(np.uint64) * np.uint64(arrays.PHI)) ^ bits.astype(
+        np.uint64
+    )
+    x *= np.uint64(arrays.MIX_A)
     x ^= x >> np.uint64(32)
-    x *= np.uint64(MIX_B)
+    x *= np.uint64(arrays.MIX_B)
     return x ^ (x >> np.uint64(29))
 
 
@@ -102,17 +93,17 @@ def decode_gaps(gaps: Bits) -> Indices:
     return offsets
 
 
-def split_steps(steps: Bits) -> SplitSteps:
+def split_steps(steps: Bits) -> arrays.SplitSteps:
     """Split wrapping steps into sign, magnitude and exceptions (FORMAT.md 4)."""
     negative = (steps >> np.array(8 * steps.itemsize - 1, steps.dtype)).astype(np.bool_)
     magnitudes = np.where(negative, -steps, steps)
     exception = magnitudes != 1
     beyond = magnitudes[exception]
     magnitude = np.minimum(beyond, np.array(255, steps.dtype)).astype(np.uint8)
-    return SplitSteps(negative, exception, magnitude, steps[exception][magnitude == 255])
+    return arrays.SplitSteps(negative, exception, magnitude, steps[exception][magnitude == 255])
 
 
-def join_steps(split: SplitSteps) -> Bits:
+def join_steps(split: arrays.SplitSteps) -> Bits:
     """Join steps split by :func:`split_steps`."""
     dtype = split.wide.dtype
     beyond = split.magnitude.astype(dtype)
@@ -132,7 +123,9 @@ def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
         out |= plane.astype(out.dtype) << out.dtype.type(8 * k)
 
 
-def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
+def decode_steps(
+    segments: npt.NDArray[np.int64], streams: arrays.StepStreams
+) -> tuple[Indices, Bits]:
     """Decode the segments of one tensor in the encoding ``step``.
 
     Args:
@@ -148,15 +141,15 @@ def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple
         mine = streams.gaps[g : g + gaps]
         offsets = decode_gaps(mine)
         if offsets.size != nnz or offsets[-1] >= length or mine[-1] == np.iinfo(mine.dtype).max:
-            raise ValueError(LEAVES)
-        split = SplitSteps(
+            raise ValueError(arrays.LEAVES)
+        split = arrays.SplitSteps(
             _bits(streams.sign, streams.sign_at + n, nnz),
             _bits(streams.exception, streams.exception_at + n, nnz),
             streams.magnitude[e : e + exceptions],
             streams.wide[w : w + wide],
         )
         if not _is_canonical(split):
-            raise ValueError(CANONICAL)
+            raise ValueError(arrays.CANONICAL)
         found[0].append(offsets + start)
         found[1].append(join_steps(split))
         g, n, e, w = g + gaps, n + nnz, e + exceptions, w + wide
@@ -170,7 +163,7 @@ def _bits(packed: npt.NDArray[np.uint8], first: int, count: int) -> npt.NDArray[
     return bits.astype(np.bool_)
 
 
-def _is_canonical(split: SplitSteps) -> bool:
+def _is_canonical(split: arrays.SplitSteps) -> bool:
     """Return whether the counts of steps are right, and their form is canonical."""
     escaped = split.magnitude == 255
     counts = int(np.count_nonzero(split.exception)), int(np.count_nonzero(escaped))
@@ -221,8 +214,8 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
 
 
 def stage_changes(
-    indices: Indices, steps: Bits, box: WindowPlace, weights: Bits, key: tuple[int, int]
-) -> StagedSteps:
+    indices: Indices, steps: Bits, box: arrays.WindowPlace, weights: Bits, key: tuple[int, int]
+) -> arrays.StagedSteps:
     """Stage decoded steps of the elements of a box."""
     rest, positions = indices - box.offset, np.full(indices.size, box.at)
     inside = rest >= 0
@@ -236,4 +229,4 @@ def stage_changes(
     old = weights[positions]
     new = old + steps[inside]
     added, removed = digest_at(key, indices, new), digest_at(key, indices, old)
-    return StagedSteps(positions, old, new, added, removed)
+    return arrays.StagedSteps(positions, old, new, added, removed)

@@ -33,7 +33,7 @@ from tests.support.models import (
 
 pytestmark = pytest.mark.full
 
-FILEBITS = "deltachain.filebits"
+FILEBITS = "deltachain.file_access"
 CHECKPOINT = "deltachain.checkpoint"
 TARGET = "deltachain.subscribe.targets.base"
 
@@ -139,7 +139,7 @@ def test_the_command_line_goes_on_where_it_was_killed(
     first = [sys.executable, "-c", run, "pull", url, "--version", "1", "--out", str(mirror)]
     subprocess.run(first, check=True, capture_output=True)
     kill = (
-        "import os, signal, itertools; from deltachain.filebits import FileBits\n"
+        "import os, signal, itertools; from deltachain.file_access import FileBits\n"
         "put, calls = FileBits.put, itertools.count()\n"
         "def dying(*args):\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 1 else put(*args)\n"

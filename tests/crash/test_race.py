@@ -61,17 +61,6 @@ def following(url: str) -> tuple[Subscriber, dict[str, Tensor]]:
     return Subscriber(url, held), held
 
 
-def test_a_second_publisher_that_comes_later_fences_the_first(url: str) -> None:
-    one = Trainer(writing(url))
-    one.publish(1)
-    two = Trainer(writing(url), 1)
-    with pytest.raises(PublisherFencedError, match="version 2 was committed by another publisher"):
-        one.publish(2)
-    two.publish(2)
-    found = recompute(open_store(url))
-    assert same(found[max(found)].state, bits_of(two.model))
-
-
 def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_followers(
     url: str,
 ) -> None:

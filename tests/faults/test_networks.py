@@ -218,36 +218,6 @@ def test_follower_whose_reads_go_wrong(
     assert follower.faulty.struck
 
 
-@pytest.mark.parametrize("action", READS)
-def test_read_that_goes_wrong_writes_nothing(follower: Follower, action: Action) -> None:
-    subscriber, trainer = follower.subscriber, follower.trainer
-    subscriber.update()
-    trainer.step(2)
-    follower.faulty.add(*(fault(action, place, times=None) for place in ("deltas/", "anchors/")))
-    if action == "slow":
-        subscriber.update()
-    else:
-        with pytest.raises(DeltaChainError):
-            subscriber.update()
-    held = 2 if action == "slow" else 1
-    assert subscriber.version == held
-    assert follower.holds(trainer.states[held])
-    assert {struck for struck, _ in follower.faulty.struck} == {action}
-
-
-def test_follower_of_a_store_that_goes_down_and_comes_back(
-    follower: Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = Waits(follower.trainer)
-
-    def wait(seconds: float) -> bool:
-        follower.faulty.down = not follower.faulty.down
-        return go_on(seconds)
-
-    monkeypatch.setattr(follower.subscriber.told, "wait", wait)
-    follower.follow()
-
-
 # The clock
 
 

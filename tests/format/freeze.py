@@ -23,16 +23,7 @@ from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.encodings.max.tiles import TileGrid
 from deltachain.codec.encodings.max.tiles import bins as tile_bins
 from deltachain.delta import ABSOLUTE, OldBits, TensorDelta, changes
-from deltachain.format.documents import (
-    Edge,
-    EdgeSummary,
-    Manifest,
-    ObjectRef,
-    PrunedRange,
-    PruneRecord,
-    Table,
-    seal,
-)
+from deltachain.format import documents
 from deltachain.format.keys import PayloadKind, digest_key, payload_key, prune_key
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
@@ -188,13 +179,13 @@ class Builder:
         self.store = MemoryStore()
         rows = tuple((s.name, s.dtype, s.shape) for s in specs)
         self.numel = sum(spec.numel for spec in specs)
-        table = Table(tensors=rows, aliases=dict(aliases))
+        table = documents.Table(tensors=rows, aliases=dict(aliases))
         assets = {"config.json": b'{"model_type":"tiny"}'}
         self.chain = Chain.create(
             self.store, table, chain_id=chain_id, time=1700000000.5, assets=assets, trust=trust
         )
         self.parent: Committed | None = None
-        self.added: list[EdgeSummary] = []
+        self.added: list[documents.EdgeSummary] = []
 
     def put(
         self,
@@ -204,20 +195,20 @@ class Builder:
         items: Iterable[Change],
         *,
         raw: bool = False,
-    ) -> Edge:
+    ) -> documents.Edge:
         part = encode_part(items, raw=raw)
         key = payload_key(kind, number, 0, f"{number:032x}", 0)
         self.store.put(key, part.data)
-        ref = ObjectRef(
+        ref = documents.ObjectRef(
             key=key, nbytes=len(part.data), blake3=part.digest, directory=part.directory
         )
-        return Edge(kind=kind, base=base, encodings=part.encodings, parts=(ref,))
+        return documents.Edge(kind=kind, base=base, encodings=part.encodings, parts=(ref,))
 
     def commit(
-        self, number: int, edge: Edge, reached: StateDigest, *, nnz: int, epoch: int = 0
+        self, number: int, edge: documents.Edge, reached: StateDigest, *, nnz: int, epoch: int = 0
     ) -> None:
         parent = self.parent
-        manifest = Manifest(
+        manifest = documents.Manifest(
             chain=self.chain.identity.chain,
             version=number,
             epoch=epoch,
@@ -260,7 +251,7 @@ def chain() -> Iterator[tuple[str, bytes]]:
         for edge in (anchor, skip)
     ]
     anchors = builder.added[:1]
-    builder.commit(3, Edge(kind="delta", base=2), state(two), nnz=0, epoch=1)
+    builder.commit(3, documents.Edge(kind="delta", base=2), state(two), nnz=0, epoch=1)
     builder.chain.write_head(3, anchors)
     for info in builder.store.list():
         yield info.key, builder.store.get(info.key)
@@ -332,7 +323,7 @@ def signed_chain() -> dict[str, bytes]:
     assert builder.parent is not None
     anchor = builder.put("anchor", None, 1, [dense(TINY, one)], raw=True)
     builder.added = [builder.chain.add_edge(builder.parent, anchor, "")]
-    builder.commit(2, Edge(kind="delta", base=1), states[1], nnz=0, epoch=1)
+    builder.commit(2, documents.Edge(kind="delta", base=1), states[1], nnz=0, epoch=1)
     return {info.key: builder.store.get(info.key) for info in builder.store.list()}
 
 
@@ -353,17 +344,17 @@ def tag_records() -> dict[str, bytes]:
     return {info.key: found.store.get(info.key) for info in found.store.list("tags/")}
 
 
-PRUNE_RECORD: Final = PruneRecord(
+PRUNE_RECORD: Final = documents.PruneRecord(
     chain="00000000000000000000000000000007",
     number=1,
     head=1040,
     maintainer="00000000000000000000000000000009",
     time=1700000000.5,
     pruned=(
-        PrunedRange(kind="anchor", span=0, first=0, last=0, after=1700000000.25),
-        PrunedRange(kind="delta", span=1, first=1, last=8, after=1700000000.25),
-        PrunedRange(kind="delta", span=1, first=9, last=15, after=1700003600.5),
-        PrunedRange(kind="skip", span=8, first=8, last=16, after=1700003600.5),
+        documents.PrunedRange(kind="anchor", span=0, first=0, last=0, after=1700000000.25),
+        documents.PrunedRange(kind="delta", span=1, first=1, last=8, after=1700000000.25),
+        documents.PrunedRange(kind="delta", span=1, first=9, last=15, after=1700003600.5),
+        documents.PrunedRange(kind="skip", span=8, first=8, last=16, after=1700003600.5),
     ),
 )
 
@@ -371,7 +362,7 @@ FROZEN: Final[Mapping[Path, Callable[[], dict[str, bytes]]]] = {
     FOLDER: build,
     SIGNED: signed_chain,
     TAGS: tag_records,
-    PRUNES: lambda: {prune_key(PRUNE_RECORD.number): seal(PRUNE_RECORD)},
+    PRUNES: lambda: {prune_key(PRUNE_RECORD.number): documents.seal(PRUNE_RECORD)},
 }
 
 

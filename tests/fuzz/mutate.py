@@ -19,20 +19,7 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.delta import OldBits, TensorDelta, changes, fold
-from deltachain.format import keys
-from deltachain.format.documents import (
-    Document,
-    EdgeRecord,
-    Head,
-    Identity,
-    Manifest,
-    Table,
-    Tag,
-    dump,
-    parse,
-    seal,
-    unseal,
-)
+from deltachain.format import documents, keys
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
 from deltachain.replica.batches import BATCHED
@@ -53,7 +40,7 @@ from tests.support.fetch import fetch
 
 Target = Callable[[bytes], None]
 
-_D = TypeVar("_D", bound=Document)
+_D = TypeVar("_D", bound=documents.Document)
 
 FROZEN: Final = dict(chain()) | tag_records()
 
@@ -182,16 +169,16 @@ def compare_with_stranger(data: bytes, deltas: list[TensorDelta]) -> None:
 
 def read_manifest(data: bytes) -> None:
     with refusing():
-        unsealed(data, Manifest, MANIFEST_KEY)
+        unsealed(data, documents.Manifest, MANIFEST_KEY)
     follow_(stored({MANIFEST_KEY: data}))
 
 
 def read_record(data: bytes) -> None:
     record = None
     with refusing():
-        record = unsealed(data, EdgeRecord, RECORD_KEY)
+        record = unsealed(data, documents.EdgeRecord, RECORD_KEY)
     store = stored({RECORD_KEY: data})
-    newest = unseal(FROZEN[MANIFEST_KEY], Manifest, key=MANIFEST_KEY)
+    newest = documents.unseal(FROZEN[MANIFEST_KEY], documents.Manifest, key=MANIFEST_KEY)
     with refusing():
         opened = Chain.open(store)
         (listed,) = (edge for edge in newest.recent if edge.record == RECORD_KEY)
@@ -200,22 +187,22 @@ def read_record(data: bytes) -> None:
     with refusing():
         opened = Chain.open(store)
         committed = opened.read(2)
-        edge = unseal(FROZEN[RECORD_KEY], EdgeRecord, key=RECORD_KEY).edge
+        edge = documents.unseal(FROZEN[RECORD_KEY], documents.EdgeRecord, key=RECORD_KEY).edge
         opened.add_edge(committed, edge, "")
 
 
 def read_table(data: bytes) -> None:
     with refusing():
-        check_table(reparsed(data, Table))
-    identity = parse(FROZEN[keys.CHAIN_KEY], Identity, key=keys.CHAIN_KEY)
+        check_table(reparsed(data, documents.Table))
+    identity = documents.parse(FROZEN[keys.CHAIN_KEY], documents.Identity, key=keys.CHAIN_KEY)
     mine = structs.replace(identity, table=object_digest(data), assets=())
-    store = stored({keys.TABLE_KEY: data, keys.CHAIN_KEY: dump(mine)})
+    store = stored({keys.TABLE_KEY: data, keys.CHAIN_KEY: documents.dump(mine)})
     with refusing():
         check_table(Chain.open(store).table)
     follow_(store)
 
 
-def check_table(table: Table) -> None:
+def check_table(table: documents.Table) -> None:
     try:
         specs = table.specs()
     except ValueError:  # ConfigError, which opening a chain turns into MalformedError
@@ -228,7 +215,7 @@ def check_table(table: Table) -> None:
 
 def read_chain(data: bytes) -> None:
     with refusing():
-        reparsed(data, Identity)
+        reparsed(data, documents.Identity)
     store = stored({keys.CHAIN_KEY: data})
     with refusing():
         for name, _ in Chain.open(store).assets():
@@ -238,7 +225,7 @@ def read_chain(data: bytes) -> None:
 
 def read_tag(data: bytes) -> None:
     with refusing():
-        unsealed(data, Tag, TAG_KEY)
+        unsealed(data, documents.Tag, TAG_KEY)
     opened = Chain.open(stored({TAG_KEY: data}))
     with refusing():
         tag = tags.read(opened, "best")
@@ -251,7 +238,7 @@ def read_tag(data: bytes) -> None:
 def read_head(data: bytes) -> None:
     """Follow a chain with this hint: whatever it says, the head is the head."""
     with refusing():
-        reparsed(data, Head)
+        reparsed(data, documents.Head)
     store = stored({keys.HEAD_KEY: data})
     head = Chain.open(store).head()
     must(head is not None and head.version == 3, "a hint was believed")
@@ -259,14 +246,19 @@ def read_head(data: bytes) -> None:
 
 
 def reparsed(data: bytes, kind: type[_D]) -> _D:
-    document = parse(data, kind, key="document")
-    must(parse(dump(document), kind, key="again") == document, "another document")
+    document = documents.parse(data, kind, key="document")
+    must(
+        documents.parse(documents.dump(document), kind, key="again") == document, "another document"
+    )
     return document
 
 
 def unsealed(data: bytes, kind: type[_D], key: str) -> _D:
-    document = unseal(data, kind, key=key)
-    must(unseal(seal(document), kind, key="again") == document, "another document")
+    document = documents.unseal(data, kind, key=key)
+    must(
+        documents.unseal(documents.seal(document), kind, key="again") == document,
+        "another document",
+    )
     return document
 
 

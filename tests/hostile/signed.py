@@ -86,17 +86,6 @@ class Follower:
         return bool(np.array_equal(self.bits(), bits))
 
 
-def objects(store: MemoryStore) -> dict[str, bytes]:
-    return {info.key: store.get(info.key, limit=info.nbytes) for info in store.list()}
-
-
-def replace_all(store: MemoryStore, with_: dict[str, bytes]) -> None:
-    for key in objects(store):
-        store.delete(key)
-    for key, data in with_.items():
-        store.put(key, data)
-
-
 def edit(store: MemoryStore, key: str, change: Callable[[Any], object], *, keeps: bool) -> None:
     """Change the payload of an envelope and hash it again; keep its signatures, or none."""
     envelope = json.loads(store.get(key))

@@ -23,13 +23,12 @@ from tests.hostile.signed import (
     bits_of,
     edit,
     key_of,
-    objects,
-    replace_all,
     resign,
     signature_place,
     signatures_of,
     trust_of,
 )
+from tests.support.backup import objects_of, put_back
 
 Attack = Callable[[MemoryStore], object]
 HEAD = 3
@@ -43,7 +42,7 @@ def forged(trust: Trust, **settings: Any) -> MemoryStore:
 
 
 def forged_versions(store: MemoryStore, other: MemoryStore) -> None:
-    for key, data in objects(other).items():
+    for key, data in objects_of(other).items():
         if key not in (keys.CHAIN_KEY, keys.TABLE_KEY) and not key.startswith(
             ("assets/", "signatures/")
         ):
@@ -112,8 +111,8 @@ NEWCOMER: dict[str, Attack] = {
     "a signature in capitals": head_signed(lambda _, true: [true | {"value": "A" * 128}]),
     "all versions linked anew": lambda s: forged_versions(s, forged(NOBODY)),
     "all versions signed by another": lambda s: forged_versions(s, forged(MALLORY)),
-    "another chain of nobody": lambda s: replace_all(s, objects(forged(NOBODY))),
-    "another chain of another": lambda s: replace_all(s, objects(forged(MALLORY))),
+    "another chain of nobody": lambda s: put_back(s, objects_of(forged(NOBODY))),
+    "another chain of another": lambda s: put_back(s, objects_of(forged(MALLORY))),
     OF_ANOTHER: other_chain,
     "these under this chain's name": renamed_chain,
     "an identity with another table": other_identity(table="0" * 64),
@@ -188,10 +187,10 @@ def test_a_signed_chain_is_read_with_and_without_trusted_keys(trusted: tuple[int
 
 def test_a_follower_that_saw_a_newer_head_refuses_an_older_one() -> None:
     store = chain()
-    old = objects(store)
-    replace_all(store, objects(Author().grow(2).anchor().grow(HEAD + 1).store))
+    old = objects_of(store)
+    put_back(store, objects_of(Author().grow(2).anchor().grow(HEAD + 1).store))
     follower = updated(store, 1)
-    replace_all(store, old)
+    put_back(store, old)
     with pytest.raises(errors.ChainError):
         follower.subscriber.update(HEAD)
     with pytest.raises((errors.StoreWentBackError, errors.ChainError)):
@@ -273,7 +272,7 @@ def test_an_old_manifest_that_is_not_the_one_named_is_refused(
 ) -> None:
     store, other = begun(5, 3).store, Author(NOBODY, evil=1).grow(6).store
     store.put(keys.manifest_key(version), other.get(keys.manifest_key(version)))
-    for key, data in objects(other).items():
+    for key, data in objects_of(other).items():
         if key.startswith(("deltas/", "anchors/")):
             store.put(key, data)
     follower = Follower(store, 1)

@@ -1,4 +1,4 @@
-"""Made-up engines: packages with the names of a table, and nothing behind them."""
+"""Made-up packages as an installer leaves them, and engines with the names of a table alone."""
 
 import importlib
 from collections.abc import Collection
@@ -6,6 +6,17 @@ from pathlib import Path
 
 from deltachain.replica import capabilities
 from deltachain.replica.capabilities import CapabilityTable
+
+
+def write_package(
+    site: Path, name: str, *, version: str = "1.0", source: str | None = None, entries: str = ""
+) -> None:
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entries)
+    if source is not None:
+        (site / f"{name}.py").write_text(source)
 
 
 def write_engine(folder: Path, table: CapabilityTable, without: Collection[str] = ()) -> None:

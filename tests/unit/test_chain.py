@@ -4,40 +4,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import MOST_VERSIONS, VERSIONS_LISTED, KnownEdges, Replay, anchor_due
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    DigestMismatchError,
-    MalformedError,
-    ObjectNotFoundError,
-    PublisherFencedError,
-    StoreUnavailableError,
-    UnsupportedFormatError,
-)
-from deltachain.format.documents import (
-    Edge,
-    EdgeRecord,
-    EdgeSummary,
-    Head,
-    Manifest,
-    ObjectRef,
-    Table,
-    dump,
-    seal,
-    summarise,
-)
-from deltachain.format.keys import (
-    CHAIN_KEY,
-    HEAD_KEY,
-    TABLE_KEY,
-    PayloadKind,
-    edge_key,
-    manifest_key,
-    object_digest,
-    payload_key,
-)
+from deltachain.format import documents, keys
 from deltachain.store import MemoryStore
 from deltachain.types import StateDigest
 from tests.support.faults import Action, Fault, FaultyStore
@@ -64,10 +34,10 @@ OVERHEAD = 1200
 """Bytes of header and directory of a delta with some tens of tensors."""
 
 
-def edge_of(kind: PayloadKind, version: int, nbytes: int, parts: int) -> Edge:
+def edge_of(kind: keys.PayloadKind, version: int, nbytes: int, parts: int) -> documents.Edge:
     refs = tuple(
-        ObjectRef(
-            key=payload_key(kind, version, 0, "a" * 32, part),
+        documents.ObjectRef(
+            key=keys.payload_key(kind, version, 0, "a" * 32, part),
             nbytes=nbytes // parts,
             blake3=DIGEST,
             directory=DIGEST,
@@ -75,7 +45,7 @@ def edge_of(kind: PayloadKind, version: int, nbytes: int, parts: int) -> Edge:
         for part in range(parts)
     )
     base = version - 1 if kind == "delta" else None
-    return Edge(kind=kind, base=base, encodings=("step",), parts=refs)
+    return documents.Edge(kind=kind, base=base, encodings=("step",), parts=refs)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +58,14 @@ def test_anchors_and_manifests_cost_at_most_half_of_the_deltas(
     """Of versions of one size, with the manifests that the publisher would write."""
     delta = int(params * density * BITS_A_CHANGE[density] / 8) + OVERHEAD
     anchor, parts = int(0.67 * 2 * params), max(1, round(delta / 200e6))
-    known, added, replay = KnownEdges(), list[EdgeSummary](), Replay()
+    known, added, replay = KnownEdges(), list[documents.EdgeSummary](), Replay()
     spent, anchors = Replay(), 0
     for version in range(versions + 1):
         edge = edge_of("delta", version, delta, parts)
         if version == 0:
             edge = edge_of("anchor", 0, anchor, 16)
         recent, window_from = known.listed(version, added)
-        manifest = Manifest(
+        manifest = documents.Manifest(
             chain="0" * 32,
             version=version,
             epoch=0,
@@ -114,13 +84,13 @@ def test_anchors_and_manifests_cost_at_most_half_of_the_deltas(
         known, added = known.after(manifest, added), []
         if version == 0:
             continue
-        own = Replay(versions=1, deltas=edge.nbytes, manifests=len(seal(manifest)))
+        own = Replay(versions=1, deltas=edge.nbytes, manifests=len(documents.seal(manifest)))
         spent, replay = spent + own, replay + own
         assert replay.versions <= MOST_VERSIONS
         if anchor_due(replay, anchor):
             later = edge_of("anchor", version, anchor, 16)
-            key = edge_key(version, "anchor", None)
-            added = [summarise(version, later, manifest.state, record=key, digest=DIGEST)]
+            key = keys.edge_key(version, "anchor", None)
+            added = [documents.summarise(version, later, manifest.state, record=key, digest=DIGEST)]
             anchors, replay = anchors + anchor, Replay()
     assert anchors + spent.manifests <= SHARE * spent.deltas
 
@@ -167,24 +137,24 @@ def chain(store: MemoryStore) -> Chain:
 
 
 def test_opening_what_is_not_there_says_so(store: MemoryStore) -> None:
-    with pytest.raises(ObjectNotFoundError) as caught:
+    with pytest.raises(errors.ObjectNotFoundError) as caught:
         Chain.open(store)
     assert "check the URL" in caught.value.hint
 
 
 def test_another_table_is_another_model(store: MemoryStore, chain: Chain) -> None:
     assert chain.head() is None
-    other = Table(tensors=(("a", "BF16", (4, 5)),))
-    with pytest.raises(ChainMismatchError, match="2 tensors, this one has 1; for example"):
+    other = documents.Table(tensors=(("a", "BF16", (4, 5)),))
+    with pytest.raises(errors.ChainMismatchError, match="2 tensors, this one has 1; for example"):
         Chain.create(store, other, chain_id="two", time=0.0, assets={})
-    aliases = Table(tensors=TABLE.tensors)
-    with pytest.raises(ChainMismatchError, match="aliases"):
+    aliases = documents.Table(tensors=TABLE.tensors)
+    with pytest.raises(errors.ChainMismatchError, match="aliases"):
         Chain.create(store, aliases, chain_id="two", time=0.0, assets={})
 
 
 def test_a_maker_that_died_before_the_identity_is_succeeded(store: MemoryStore) -> None:
-    faulty = FaultyStore(store, Fault("fail", CHAIN_KEY))
-    with pytest.raises(StoreUnavailableError):
+    faulty = FaultyStore(store, Fault("fail", keys.CHAIN_KEY))
+    with pytest.raises(errors.StoreUnavailableError):
         create(faulty)
     assert create(store).identity.chain == "one"
 
@@ -209,33 +179,33 @@ def test_of_racing_makers_all_get_the_same_chain(store: MemoryStore) -> None:
 
 def test_a_table_that_is_not_the_one_named_is_refused(store: MemoryStore, chain: Chain) -> None:
     assert chain.table == TABLE
-    store.put(TABLE_KEY, dump(Table(tensors=TABLE.tensors)))
-    with pytest.raises(DigestMismatchError) as caught:
+    store.put(keys.TABLE_KEY, documents.dump(documents.Table(tensors=TABLE.tensors)))
+    with pytest.raises(errors.DigestMismatchError) as caught:
         Chain.open(store)
-    assert caught.value.key == TABLE_KEY
+    assert caught.value.key == keys.TABLE_KEY
 
 
 def test_a_table_that_means_nothing_is_refused(store: MemoryStore) -> None:
-    table = Table(tensors=(("a", "BF17", (4,)),))
+    table = documents.Table(tensors=(("a", "BF17", (4,)),))
     Chain.create(store, table, chain_id="one", time=0.0, assets={})
-    with pytest.raises(MalformedError, match=TABLE_KEY):
+    with pytest.raises(errors.MalformedError, match=keys.TABLE_KEY):
         Chain.open(store)
 
 
 @pytest.mark.parametrize(
     ("document", "error"),
     [
-        (b"", MalformedError),
-        (b'{"format":1}', MalformedError),
-        (b'{"format":2,"chain":"one"}', UnsupportedFormatError),
+        (b"", errors.MalformedError),
+        (b'{"format":1}', errors.MalformedError),
+        (b'{"format":2,"chain":"one"}', errors.UnsupportedFormatError),
     ],
 )
 @pytest.mark.usefixtures("chain")
 def test_an_identity_that_can_not_be_read_is_refused(
     store: MemoryStore, document: bytes, error: type[Exception]
 ) -> None:
-    store.put(CHAIN_KEY, document)
-    with pytest.raises(error, match=CHAIN_KEY):
+    store.put(keys.CHAIN_KEY, document)
+    with pytest.raises(error, match=keys.CHAIN_KEY):
         Chain.open(store)
 
 
@@ -244,20 +214,22 @@ def test_assets_are_verified(store: MemoryStore) -> None:
     chain = Chain.create(store, TABLE, chain_id="one", time=0.0, assets=files)
     assert dict(chain.assets()) == files
     store.put(chain.identity.assets[1].key, b"{}")
-    with pytest.raises(DigestMismatchError):
+    with pytest.raises(errors.DigestMismatchError):
         list(chain.assets())
     store.put(chain.identity.assets[1].key, b"[0]")
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         list(chain.assets())
 
 
 @pytest.mark.parametrize("store", [MemoryStore(), WideStore()], ids=["narrow", "wide"])
 def test_a_version_is_committed_once(chain: Chain, store: MemoryStore) -> None:
     (first,) = extend(chain, 1)
-    data = store.get(manifest_key(0))
-    with pytest.raises(PublisherFencedError, match="commit-0, epoch 0; this publisher's was mine"):
+    data = store.get(keys.manifest_key(0))
+    with pytest.raises(
+        errors.PublisherFencedError, match="commit-0, epoch 0; this publisher's was mine"
+    ):
         Chain.open(store).commit(manifest_after(None, commit_id="mine"))
-    assert (chain.read(0), store.get(manifest_key(0))) == (first, data)
+    assert (chain.read(0), store.get(keys.manifest_key(0))) == (first, data)
 
 
 @pytest.mark.parametrize("action", ["lose-reply", "fail", "full"])
@@ -268,7 +240,7 @@ def test_an_outcome_that_was_lost_is_read_back(action: Action, single_writer: bo
     if action == "lose-reply":
         assert chain.commit(manifest_after(None)).version == 0
     else:
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(errors.StoreUnavailableError):
             chain.commit(manifest_after(None))
         assert chain.head() is None
         chain.commit(manifest_after(None))
@@ -278,34 +250,34 @@ def test_an_outcome_that_was_lost_is_read_back(action: Action, single_writer: bo
 @pytest.mark.parametrize(
     ("fields", "error", "why"),
     [
-        ({"version": 1, "edge": ANCHOR}, MalformedError, "is version 1 of chain"),
-        ({"chain": "two"}, ChainMismatchError, r"to chain two, but chain\.json to one: two"),
-        ({"state": "zz"}, MalformedError, "not a state digest"),
+        ({"version": 1, "edge": ANCHOR}, errors.MalformedError, "is version 1 of chain"),
+        ({"chain": "two"}, errors.ChainMismatchError, r"to chain two, but chain\.json to one: two"),
+        ({"state": "zz"}, errors.MalformedError, "not a state digest"),
     ],
     ids=["of another place", "of another chain", "of no state"],
 )
 def test_a_manifest_that_is_not_the_one_there_is_refused(
     store: MemoryStore, chain: Chain, fields: dict[str, Any], error: type[Exception], why: str
 ) -> None:
-    store.put(manifest_key(0), seal(manifest_after(None, **fields)))
+    store.put(keys.manifest_key(0), documents.seal(manifest_after(None, **fields)))
     with pytest.raises(error, match=why) as told:
         chain.read(0)
-    assert error is MalformedError or "corrupt" not in str(told.value)
+    assert error is errors.MalformedError or "corrupt" not in str(told.value)
 
 
 def test_a_reader_of_a_replaced_chain_is_sent_to_the_one_that_is_there(
     store: MemoryStore, chain: Chain
 ) -> None:
     """Whoever put the old ``chain.json`` back would mix two chains."""
-    there = store.get(CHAIN_KEY)
-    store.put(CHAIN_KEY, there.replace(b'"one"', b'"two"'))
-    store.put(manifest_key(0), seal(manifest_after(None, chain="two")))
-    with pytest.raises(ChainMismatchError, match="names two, but one was opened") as told:
+    there = store.get(keys.CHAIN_KEY)
+    store.put(keys.CHAIN_KEY, there.replace(b'"one"', b'"two"'))
+    store.put(keys.manifest_key(0), documents.seal(manifest_after(None, chain="two")))
+    with pytest.raises(errors.ChainMismatchError, match="names two, but one was opened") as told:
         chain.read(0)
     assert "join the one that is there from nothing" in told.value.hint
     assert "restore" not in told.value.hint
-    store.put(CHAIN_KEY, there[:-9])
-    with pytest.raises(ChainMismatchError, match="belongs to chain two"):
+    store.put(keys.CHAIN_KEY, there[:-9])
+    with pytest.raises(errors.ChainMismatchError, match="belongs to chain two"):
         chain.read(0)
 
 
@@ -316,7 +288,7 @@ def test_the_head_is_found_whatever_the_hint_says(
 ) -> None:
     extend(chain, length)
     if hint is not None:
-        store.put(HEAD_KEY, dump(Head(version=hint)))
+        store.put(keys.HEAD_KEY, documents.dump(documents.Head(version=hint)))
     head = chain.head()
     assert head is not None
     assert head.version == length - 1
@@ -344,12 +316,12 @@ def test_history_is_proven_parent_by_parent(store: MemoryStore, chain: Chain) ->
     assert list(chain.history(0, 4)) == made
     assert list(chain.history(3, 2)) == []
     forged = msgspec.structs.replace(made[2].manifest, commit_id="forged")
-    store.put(manifest_key(2), seal(forged))
-    with pytest.raises(BrokenChainError, match="version 3 names") as caught:
+    store.put(keys.manifest_key(2), documents.seal(forged))
+    with pytest.raises(errors.BrokenChainError, match="version 3 names") as caught:
         list(chain.history(0, 4))
     assert caught.value.version == 3
-    store.delete(manifest_key(2))
-    with pytest.raises(BrokenChainError, match="manifest of version 2 is missing"):
+    store.delete(keys.manifest_key(2))
+    with pytest.raises(errors.BrokenChainError, match="manifest of version 2 is missing"):
         list(chain.history(0, 4))
 
 
@@ -367,10 +339,12 @@ def test_of_equal_states_the_newest_is_found(chain: Chain) -> None:
     assert chain.find_state(first.state) == again
 
 
-def anchor_of(committed: Committed, digest: str = DIGEST) -> Edge:
+def anchor_of(committed: Committed, digest: str = DIGEST) -> documents.Edge:
     key = f"anchors/{committed.version:020d}-00000000-{'a' * 32}/00000.safetensors"
-    return Edge(
-        kind="anchor", encodings=("dense",), parts=(ObjectRef(key=key, nbytes=9, blake3=digest),)
+    return documents.Edge(
+        kind="anchor",
+        encodings=("dense",),
+        parts=(documents.ObjectRef(key=key, nbytes=9, blake3=digest),),
     )
 
 
@@ -384,7 +358,7 @@ def test_the_first_record_of_a_way_stays(chain: Chain) -> None:
 
 def test_a_record_that_leads_elsewhere_is_refused(store: MemoryStore, chain: Chain) -> None:
     (first,) = extend(chain, 1)
-    record = EdgeRecord(
+    record = documents.EdgeRecord(
         chain="one",
         version=0,
         manifest=first.digest,
@@ -392,14 +366,14 @@ def test_a_record_that_leads_elsewhere_is_refused(store: MemoryStore, chain: Cha
         state=state(9),
         edge=anchor_of(first),
     )
-    key, data = edge_key(0, "anchor", None), seal(record)
+    key, data = keys.edge_key(0, "anchor", None), documents.seal(record)
     store.put(key, data)
-    with pytest.raises(MalformedError, match="leads to another state"):
+    with pytest.raises(errors.MalformedError, match="leads to another state"):
         chain.add_edge(first, anchor_of(first), "")
     summary = msgspec.structs.replace(
-        first.manifest.summary(), record=key, digest=object_digest(data)
+        first.manifest.summary(), record=key, digest=keys.object_digest(data)
     )
-    with pytest.raises(MalformedError, match="leads to another state"):
+    with pytest.raises(errors.MalformedError, match="leads to another state"):
         chain.edge(summary)
 
 
@@ -411,7 +385,7 @@ def test_a_record_that_is_not_the_one_listed_is_refused(
 ) -> None:
     (first,) = extend(chain, 1)
     summary = chain.add_edge(first, anchor_of(first), "")
-    with pytest.raises((DigestMismatchError, MalformedError)):
+    with pytest.raises((errors.DigestMismatchError, errors.MalformedError)):
         chain.edge(msgspec.structs.replace(summary, **wrong))
 
 
@@ -436,7 +410,9 @@ def test_a_way_that_is_avoided_is_looked_for_further_back(chain: Chain) -> None:
     made = extend(chain, 100)
     again = chain.commit(manifest_after(made[-1], edge=ANCHOR))
     assert len(chain.plan(None, again).edges) == 1
-    with pytest.raises(BrokenChainError, match="no known edges lead from nothing to version 100"):
+    with pytest.raises(
+        errors.BrokenChainError, match="no known edges lead from nothing to version 100"
+    ):
         chain.plan(None, again, avoid=[again.manifest.summary()])
 
 
@@ -447,5 +423,5 @@ def test_a_hint_names_the_anchor_of_the_head(store: MemoryStore, chain: Chain) -
     chain.write_head(39, [summary])
     assert chain.plan(None, made[-1]).edges == (summary,)
     assert [edge.version for edge in chain.plan(None, made[2]).edges] == [0, 1, 2]  # its future
-    store.put(HEAD_KEY, b"garbage")
+    store.put(keys.HEAD_KEY, b"garbage")
     assert len(chain.plan(None, made[-1]).edges) == 40

@@ -21,16 +21,8 @@ from deltachain.chain.checks import check_assets, check_edge, check_encodings, c
 from deltachain.checkpoint import Checkpoint, read_assets, write_atomic
 from deltachain.disk_space import NoRoomError, check_room, fill_holes, hint_for, reserve
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
-from deltachain.file_reader import FileReader
-from deltachain.filebits import WINDOW_NBYTES, FileBits
-from deltachain.format.documents import (
-    Edge,
-    EdgeRecord,
-    EdgeSummary,
-    Identity,
-    ObjectRef,
-    summarise,
-)
+from deltachain.file_access import WINDOW_NBYTES, FileBits, FileReader
+from deltachain.format import documents
 from deltachain.format.keys import asset_key, edge_key, payload_key
 from deltachain.publish.push import push
 from deltachain.store import MemoryStore
@@ -105,14 +97,14 @@ def test_every_cause_has_its_own_hint(tmp_path: Path) -> None:
     assert hint_for(ValueError("x"), tmp_path) == ""
 
 
-PART = ObjectRef(key=payload_key("skip", 3, 0, "a" * 32, 0), nbytes=7, blake3="0" * 64)
-SKIP = Edge(kind="skip", base=1, encodings=("step",), parts=(PART,))
+PART = documents.ObjectRef(key=payload_key("skip", 3, 0, "a" * 32, 0), nbytes=7, blake3="0" * 64)
+SKIP = documents.Edge(kind="skip", base=1, encodings=("step",), parts=(PART,))
 KEY = edge_key(3, "skip", 1)
 DIGEST = "0123456789abcdef" * 4
 
 
-def summary(**fields: Any) -> EdgeSummary:
-    true = summarise(3, SKIP, "0" * 32, record=KEY, digest=DIGEST)
+def summary(**fields: Any) -> documents.EdgeSummary:
+    true = documents.summarise(3, SKIP, "0" * 32, record=KEY, digest=DIGEST)
     return replace(true, **fields)
 
 
@@ -158,9 +150,9 @@ def test_an_encoding_that_its_edge_does_not_list_is_refused() -> None:
     assert caught.value.key == PART.key
 
 
-def record(**fields: Any) -> EdgeRecord:
-    edge = Edge(kind=fields.pop("kind", "skip"), base=fields.pop("base", 1))
-    true = EdgeRecord(
+def record(**fields: Any) -> documents.EdgeRecord:
+    edge = documents.Edge(kind=fields.pop("kind", "skip"), base=fields.pop("base", 1))
+    true = documents.EdgeRecord(
         chain="one", version=3, manifest=DIGEST, base_state="", state="0" * 32, edge=edge
     )
     return replace(true, **fields)
@@ -184,9 +176,9 @@ def test_a_record_of_something_else_is_refused(
     assert caught.value.key == KEY
 
 
-def identity(*keys: str) -> Identity:
-    refs = tuple(ObjectRef(key=key, nbytes=1, blake3=DIGEST) for key in keys)
-    return Identity(chain="one", created=0.0, table="", assets=refs)
+def identity(*keys: str) -> documents.Identity:
+    refs = tuple(documents.ObjectRef(key=key, nbytes=1, blake3=DIGEST) for key in keys)
+    return documents.Identity(chain="one", created=0.0, table="", assets=refs)
 
 
 @pytest.mark.parametrize(

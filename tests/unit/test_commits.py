@@ -22,6 +22,7 @@ from deltachain.format.documents import Edge, ObjectRef, Table, seal
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key, payload_key
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import Fault, FaultyStore
 from tests.unit.manifest_chains import STORES, TABLE, create, extend, manifest_after
 
@@ -37,17 +38,6 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commits, "AGAIN_S", 0.0)
 
 
-def keys_of(store: MemoryStore) -> dict[str, bytes]:
-    return {info.key: store.get(info.key) for info in store.list()}
-
-
-def put_all(store: MemoryStore, objects: dict[str, bytes]) -> None:
-    for info in list(store.list()):
-        store.delete(info.key)
-    for key, data in objects.items():
-        store.put(key, data)
-
-
 def extend_with_part(chain: Chain) -> tuple[Committed, str]:
     """Commit four versions, the last of which has a payload: that version, and its key."""
     (*_, parent) = extend(chain, 3)
@@ -61,10 +51,10 @@ def extend_with_part(chain: Chain) -> tuple[Committed, str]:
 def test_nothing_is_committed_over_a_gap(store: MemoryStore, back: int) -> None:
     chain = create(store)
     made = extend(chain, 10)
-    then = keys_of(store)
+    then = objects_of(store)
     for version in range(10 - back, 10):
         store.delete(manifest_key(version))
-    before = keys_of(store)
+    before = objects_of(store)
     newest = 9 - back if back < 10 else "none"
     for _ in range(2):
         with pytest.raises(
@@ -75,8 +65,8 @@ def test_nothing_is_committed_over_a_gap(store: MemoryStore, back: int) -> None:
         assert "restart this publisher" in caught.value.hint
         with pytest.raises(StoreWentBackError):
             chain.settle(manifest_after(made[-1]))
-    assert keys_of(store) == before
-    put_all(store, then)  # and when it is as it was, publishing goes on
+    assert objects_of(store) == before
+    put_back(store, then)  # and when it is as it was, publishing goes on
     assert chain.settle(manifest_after(made[-1])) is None
     assert chain.commit(manifest_after(made[-1])).version == 10
 
@@ -85,16 +75,16 @@ def test_a_store_that_is_empty_now_is_not_begun_again(store: MemoryStore) -> Non
     """A folder that is not mounted: what is put there would be in the wrong place."""
     chain = create(store)
     made = extend(chain, 3)
-    put_all(store, {})
+    put_back(store, {})
     with pytest.raises(ObjectNotFoundError, match="is gone"):
         chain.commit(manifest_after(made[-1]))
-    assert keys_of(store) == {}
+    assert objects_of(store) == {}
 
 
 def test_a_commit_over_a_gap_is_never_believed(store: MemoryStore) -> None:
     """The store goes back between the look and the put; later it is put right."""
     made = extend(create(store), 6)
-    then = keys_of(store)
+    then = objects_of(store)
 
     def go_back() -> None:
         for version in range(3, 6):
@@ -107,7 +97,7 @@ def test_a_commit_over_a_gap_is_never_believed(store: MemoryStore) -> None:
     assert "remove manifests/" in one.value.hint
     with pytest.raises(StoreWentBackError):
         chain.settle(manifest)
-    put_all(store, then | {manifest_key(6): store.get(manifest_key(6))})
+    put_back(store, then | {manifest_key(6): store.get(manifest_key(6))})
     settled = chain.settle(manifest)
     assert settled is not None
     assert settled == Chain.open(store).read(6)
@@ -187,10 +177,10 @@ def test_the_newest_manifest_is_put_back(
 ) -> None:
     chain = create(store)
     newest, _ = extend_with_part(chain)
-    before = keys_of(store)
+    before = objects_of(store)
     store.delete(manifest_key(3))
     assert chain.commit(manifest_after(newest)).version == 4
-    assert keys_of(store).items() >= before.items()
+    assert objects_of(store).items() >= before.items()
     assert chain.take_restored() == (manifest_key(3),)
     assert chain.take_restored() == ()
     assert "was restored" in caplog.text
@@ -204,10 +194,10 @@ def test_the_newest_manifest_is_not_put_back_where_more_is_gone(
     newest, key = extend_with_part(chain)
     store.delete(manifest_key(3))
     store.delete({"part": key, "grandparent": manifest_key(2), "identity": CHAIN_KEY}[gone])
-    before = keys_of(store)
+    before = objects_of(store)
     with pytest.raises(StoreWentBackError):
         chain.commit(manifest_after(newest))
-    assert keys_of(store) == before
+    assert objects_of(store) == before
 
 
 def test_an_identity_that_is_lost_is_put_back(
@@ -243,7 +233,7 @@ def test_an_identity_that_was_copied_back_is_the_same(store: MemoryStore) -> Non
     """A backup has other times than what it restores."""
     chain = create(store)
     made = extend(chain, 3)
-    put_all(store, keys_of(store))
+    put_back(store, objects_of(store))
     made += extend(chain, 2 * commits.IDENTITY_EVERY, made[-1])
     assert made[-1].version == 2 + 2 * commits.IDENTITY_EVERY
 
@@ -283,11 +273,11 @@ def test_no_identity_is_made_where_versions_are(store: MemoryStore, traces: list
     for info in list(store.list()):
         if info.key not in traces:
             store.delete(info.key)
-    before = keys_of(store)
+    before = objects_of(store)
     with pytest.raises(BrokenChainError, match=r"identity is lost: .* has versions") as caught:
         create(store)
     assert "from a backup" in caught.value.hint
-    assert keys_of(store) == before
+    assert objects_of(store) == before
 
 
 def test_a_reader_is_told_that_the_identity_is_lost(store: MemoryStore) -> None:
@@ -300,19 +290,19 @@ def test_a_reader_is_told_that_the_identity_is_lost(store: MemoryStore) -> None:
 
 def test_a_lost_table_is_put_back_by_whoever_has_it(store: MemoryStore) -> None:
     extend(create(store), 2)
-    before = keys_of(store)
+    before = objects_of(store)
     store.delete(TABLE_KEY)
     with pytest.raises(ObjectNotFoundError, match=r"table\.json of chain one is lost"):
         Chain.open(store)
     assert create(store).table == TABLE
-    assert keys_of(store) == before
+    assert objects_of(store) == before
 
 
 def test_another_model_puts_no_table_beside_an_identity(store: MemoryStore) -> None:
     extend(create(store), 1)
     store.delete(TABLE_KEY)
-    before = keys_of(store)
+    before = objects_of(store)
     other = Table(tensors=(("a", "BF16", (4, 5)),))
     with pytest.raises(ChainMismatchError, match=r"whose table\.json is lost"):
         Chain.create(store, other, chain_id="two", time=0.0, assets={})
-    assert keys_of(store) == before
+    assert objects_of(store) == before

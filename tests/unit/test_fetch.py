@@ -16,21 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltachain import errors
 from deltachain.chain import fetch as fetch_module
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetching, open_base
 from deltachain.codec import Part
 from deltachain.codec.frames import FRAME
 from deltachain.control.announce import Fleet
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
 from deltachain.format.documents import BaseRef, ObjectRef
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
@@ -107,9 +99,9 @@ def test_a_bit_that_flips_once_is_of_no_consequence(
 def test_an_object_that_stays_corrupt_is_refused(key: str) -> None:
     inner = MemoryStore()
     extend(create(inner), 3)
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(errors.FormatError) as caught:
         Chain.open(Flipping(inner, key, 5, 1000)).read(1)
-    assert isinstance(caught.value, DeltaChainError)
+    assert isinstance(caught.value, errors.DeltaChainError)
     assert key in str(caught.value)
 
 
@@ -175,7 +167,7 @@ def test_s3_reads_and_writes_without_threads(s3_url: Callable[[], str], seaweed:
         store.put("large", large)
         assert store.read("large", nbytes=len(large)) == large
         assert set(store.find_all(["large", "absent"])) == {"large"}
-        with pytest.raises(StoreUnavailableError):  # boto3 has no other way for its parts
+        with pytest.raises(errors.StoreUnavailableError):  # boto3 has no other way for its parts
             store.put("larger", 2 * large)
     store.close()
 
@@ -296,7 +288,7 @@ def test_callers_that_wait_for_one_moment_come_apart() -> None:
 
 @pytest.mark.parametrize("path", ["a" * 5000, "/not/there", "a\0b", "/dev/null", "/dev/zero"])
 def test_a_base_at_a_path_that_can_not_be_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"base checkpoint|no safetensors"):
+    with pytest.raises(errors.ConfigError, match=r"base checkpoint|no safetensors"):
         open_base(BaseRef(path=path), Path(path))
 
 
@@ -306,7 +298,7 @@ def test_a_base_path_that_a_store_names_is_not_opened(
     """Whoever writes to the store would choose what is opened and hashed here."""
     save_file(plain_model().state_dict(), tmp_path / "model.safetensors")
     monkeypatch.setattr(fetch_module, "Checkpoint", pytest.fail)
-    with pytest.raises(ConfigError, match="no folder of it was given") as caught:
+    with pytest.raises(errors.ConfigError, match="no folder of it was given") as caught:
         open_base(BaseRef(path=str(tmp_path)), None)
     assert "--base" in caught.value.hint
 
@@ -319,7 +311,7 @@ def test_a_part_that_is_gone_is_named_with_a_way_out() -> None:
         (part,) = head.manifest.edge.parts
         store.delete(part.key)
         with pytest.raises(
-            ObjectNotFoundError, match="restore it from a backup, or restart the publisher"
+            errors.ObjectNotFoundError, match="restore it from a backup, or restart the publisher"
         ) as lost:
             fetch(chain, chain.plan(None, head))
         assert lost.value.key == part.key
@@ -365,10 +357,10 @@ def test_an_object_that_is_corrupt_once_is_verified_again_without_being_held(cha
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        (lambda data: data[:-1], MalformedError),
-        (lambda data: data + b"\0", MalformedError),
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), DigestMismatchError),
-        (lambda _: None, ObjectNotFoundError),
+        (lambda data: data[:-1], errors.MalformedError),
+        (lambda data: data + b"\0", errors.MalformedError),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), errors.DigestMismatchError),
+        (lambda _: None, errors.ObjectNotFoundError),
     ],
     ids=["short", "long", "corrupt", "gone"],
 )
@@ -450,7 +442,7 @@ def test_damage_at_any_read_is_found_before_anything_is_written(chain: Chain) ->
         before = bits_of(live)
         try:
             Subscriber(store.url, live, store=store).update()
-        except FormatError:
+        except errors.FormatError:
             results.append(False)
             assert same(bits_of(live), before)
         else:

@@ -16,29 +16,12 @@ from msgspec.structs import replace
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deltachain import errors, metrics
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import judge_age, read_heartbeat, write_heartbeat
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    MirrorLagsError,
-    SignatureError,
-    StaleChainError,
-)
 from deltachain.format.documents import Edge, Heartbeat, unseal
 from deltachain.format.keys import HEARTBEAT_KEY, manifest_key
-from deltachain.metrics import (
-    Figure,
-    MetricsServer,
-    exposition,
-    figures,
-    info,
-    parse_address,
-    phases,
-    register_figures,
-)
 from deltachain.mirror import Mirror
 from deltachain.publish.side_threads import HeartbeatThread
 from deltachain.publish.writer import Writer
@@ -134,10 +117,10 @@ def test_the_readiness_of_a_replica(found: Status, waits: str, reason: str) -> N
     assert (one.ready, one.reason) == (not reason, reason)
 
 
-def shown() -> Iterator[Figure]:
-    yield info(engine="fake/1.0", chain="c")
-    yield from figures({"version": 7, "lag_versions": None, "applies": 3})
-    yield from phases({"fetch": 0.5, "swap": 0.25})
+def shown() -> Iterator[metrics.Figure]:
+    yield metrics.info(engine="fake/1.0", chain="c")
+    yield from metrics.figures({"version": 7, "lag_versions": None, "applies": 3})
+    yield from metrics.phases({"fetch": 0.5, "swap": 0.25})
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -150,7 +133,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 def test_figures_are_what_prometheus_reads() -> None:
-    found = samples(exposition(shown).decode())
+    found = samples(metrics.exposition(shown).decode())
     assert (found["deltachain_version", ""], found["deltachain_applies_total", ""]) == (7, 3)
     assert (found["deltachain_info", "c"], found["deltachain_phase_seconds", "fetch"]) == (1, 0.5)
     assert found["deltachain_phase_seconds", "swap"] == 0.25
@@ -158,8 +141,8 @@ def test_figures_are_what_prometheus_reads() -> None:
 
 
 def test_the_registry_of_the_process_shows_the_last_source() -> None:
-    register_figures(shown)
-    register_figures(lambda: figures({"version": 8}))
+    metrics.register_figures(shown)
+    metrics.register_figures(lambda: metrics.figures({"version": 8}))
     found = samples(generate_latest(REGISTRY).decode())
     assert found["deltachain_version", ""] == 8
     assert ("deltachain_info", "c") not in found
@@ -167,7 +150,7 @@ def test_the_registry_of_the_process_shows_the_last_source() -> None:
 
 def test_the_server_answers_scrapes_and_probes() -> None:
     reason = ""
-    with MetricsServer("0", shown, lambda: reason) as server, httpx.Client() as client:
+    with metrics.MetricsServer("0", shown, lambda: reason) as server, httpx.Client() as client:
         answer = client.get(f"{server.url}/metrics")
         assert samples(answer.text)["deltachain_version", ""] == 7
         assert samples(answer.text)["deltachain_ready", ""] == 1
@@ -187,10 +170,10 @@ def test_the_server_answers_scrapes_and_probes() -> None:
 
 
 def test_a_failing_source_and_silent_clients_do_not_end_the_server() -> None:
-    def failing() -> Iterator[Figure]:
+    def failing() -> Iterator[metrics.Figure]:
         raise RuntimeError("no figure")
 
-    with MetricsServer("0", failing) as server:
+    with metrics.MetricsServer("0", failing) as server:
         port = httpx.URL(server.url).port or 0
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
         silent[0].sendall(b"\xff\xfe nothing that HTTP knows\r\n\r\n")
@@ -212,23 +195,23 @@ ADDRESSES: Final = {
 
 @pytest.mark.parametrize("text", ADDRESSES)
 def test_an_address_is_a_port_or_a_host_and_a_port(text: str) -> None:
-    assert parse_address(text) == ADDRESSES[text]
+    assert metrics.parse_address(text) == ADDRESSES[text]
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "70000", "-1", "host:x", "٣", "1.5"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no address to serve at") as caught:
-        parse_address(text)
+    with pytest.raises(errors.ConfigError, match="no address to serve at") as caught:
+        metrics.parse_address(text)
     assert "9095" in caught.value.hint
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_taken_port_is_named(host: str) -> None:
-    with MetricsServer(f"{host}:0", shown) as server:
+    with metrics.MetricsServer(f"{host}:0", shown) as server:
         port = httpx.URL(server.url).port
         assert httpx.get(f"{server.url}/healthz").status_code == 200
-        with pytest.raises(ConfigError, match=f"cannot be served at .*:{port}") as caught:
-            MetricsServer(f"{host}:{port}", shown)
+        with pytest.raises(errors.ConfigError, match=f"cannot be served at .*:{port}") as caught:
+            metrics.MetricsServer(f"{host}:{port}", shown)
         assert "free port" in caught.value.hint
 
 
@@ -292,7 +275,7 @@ def test_a_version_is_as_young_as_its_last_sign(
 def test_a_newcomer_joins_only_while_the_publisher_gives_signs() -> None:
     author = Author().grow(2)  # of 2023
     follower = follower_of(author.store)
-    with pytest.raises(StaleChainError, match="more than 60 s") as caught:
+    with pytest.raises(errors.StaleChainError, match="more than 60 s") as caught:
         follower.subscriber.update()
     assert caught.value.retryable
     assert not follower.holds(bits_of(1))
@@ -306,10 +289,10 @@ def test_a_store_that_withholds_versions_is_found_out_by_the_heartbeat() -> None
     beat(author.grow(1))
     author.store.delete(manifest_key(2))
     follower = follower_of(author.store)
-    with pytest.raises(StaleChainError, match="its heartbeat names version 2"):
+    with pytest.raises(errors.StaleChainError, match="its heartbeat names version 2"):
         follower.subscriber.update()
     author.store.delete(HEARTBEAT_KEY)  # so it has to be withheld as well
-    with pytest.raises(StaleChainError, match="more than 60 s"):
+    with pytest.raises(errors.StaleChainError, match="more than 60 s"):
         follower.subscriber.update()
 
 
@@ -317,13 +300,13 @@ def test_a_follower_serves_on_and_says_that_the_chain_is_stale() -> None:
     author = Author().grow(2)
     beat(author)
     follower, stop = follower_of(author.store), Event()
-    seen: list[DeltaChainError | None] = []
+    seen: list[errors.DeltaChainError | None] = []
 
-    def looked(error: DeltaChainError | None) -> None:
+    def looked(error: errors.DeltaChainError | None) -> None:
         seen.append(error)
-        if isinstance(error, StaleChainError):
+        if isinstance(error, errors.StaleChainError):
             beat(author)
-        if error is None and any(isinstance(one, StaleChainError) for one in seen):
+        if error is None and any(isinstance(one, errors.StaleChainError) for one in seen):
             stop.set()
         elif error is None and len(seen) == 20:
             beat(author, age=LIMIT_S + 1)
@@ -348,18 +331,21 @@ def lagging(author: Author) -> tuple[Follower, Committed]:
 def test_a_mirror_that_is_behind_is_stale_once_its_sign_is_too_old() -> None:
     author, stop = Author().grow(2), Event()
     follower, older = lagging(author)
-    seen: list[DeltaChainError | None] = []
+    seen: list[errors.DeltaChainError | None] = []
 
-    def looked(error: DeltaChainError | None) -> None:
+    def looked(error: errors.DeltaChainError | None) -> None:
         seen.append(error)
-        if isinstance(error, StaleChainError):
+        if isinstance(error, errors.StaleChainError):
             stop.set()
-        elif isinstance(error, MirrorLagsError):
+        elif isinstance(error, errors.MirrorLagsError):
             beat(author, age=LIMIT_S + 1, head=older)
         assert len(seen) < 1000
 
     list(follower.subscriber.follow(stop=stop, looked=looked))
-    assert [type(one) for one in seen if one is not None] == [MirrorLagsError, StaleChainError]
+    assert [type(one) for one in seen if one is not None] == [
+        errors.MirrorLagsError,
+        errors.StaleChainError,
+    ]
 
 
 def test_an_older_version_that_is_asked_for_needs_no_sign() -> None:
@@ -392,14 +378,14 @@ def test_a_heartbeat_that_no_trusted_key_signed_is_no_sign(forge: Callable[[byte
     beat(author, age=10 * LIMIT_S)
     author.store.put(HEARTBEAT_KEY, forge(author.store.get(HEARTBEAT_KEY)))
     follower = follower_of(author.store)
-    with pytest.raises(FormatError):
+    with pytest.raises(errors.FormatError):
         follower.subscriber.update()
     assert not follower.holds(bits_of(1))
 
 
 def test_a_limit_of_age_needs_trusted_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTACHAIN_MAX_HEARTBEAT_AGE_S", "60")
-    with pytest.raises(ConfigError, match="without DELTACHAIN_TRUSTED_KEYS"):
+    with pytest.raises(errors.ConfigError, match="without DELTACHAIN_TRUSTED_KEYS"):
         Chain.open(Author(NOBODY).grow(1).store)
     monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(key_of(1).public))
     assert Trust.of_reader().max_age_s == 60
@@ -477,7 +463,7 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(
     author = Author().grow(2)
 
     def refuse(_key: str, _data: bytes) -> str:
-        raise SignatureError("no", key=HEARTBEAT_KEY)
+        raise errors.SignatureError("no", key=HEARTBEAT_KEY)
 
     monkeypatch.setattr(author.store, "put", refuse)
     writer = Writer(author.chain, numel=SPEC.numel, metadata={}, parent=author.parent)
@@ -502,7 +488,7 @@ def test_a_sign_of_the_future_is_none(what: str) -> None:
     else:
         beat(author, age=-3600)
     follower = follower_of(author.store)
-    with pytest.raises(StaleChainError, match="3600 s in the future") as caught:
+    with pytest.raises(errors.StaleChainError, match="3600 s in the future") as caught:
         follower.subscriber.update()
     assert "set the clocks" in caught.value.hint
 
@@ -524,7 +510,7 @@ def test_the_status_doubts_a_chain_or_a_mirror_that_lags_without_a_recent_sign(l
 def test_a_mirror_doubts_a_source_without_a_recent_sign() -> None:
     author, there = Author().grow(2), MemoryStore()
     trust = Trust(trusted=trust_of(1).trusted, max_age_s=LIMIT_S)
-    with pytest.raises(StaleChainError, match="the last sign of its publisher"):
+    with pytest.raises(errors.StaleChainError, match="the last sign of its publisher"):
         list(Mirror(author.store, there, trust=trust).catch_up())
     assert there.find(manifest_key(1)) is not None  # everything is copied
     beat(author)

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from deltachain.checkpoint import (
-    ID_END,
-    LIBRARY,
-    RUNTIME,
-    differing_fields,
-    fields,
-    read_assets,
-    settings_of,
-)
+from deltachain import checkpoint
 from deltachain.errors import UnsupportedModelError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model import kept_files
@@ -123,7 +115,7 @@ def _difference(data: bytes, specs: Mapping[str, TensorSpec]) -> Difference | No
 
     config = kept_files.read_config(data)
     kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if kind is None or getattr(config, LIBRARY, None):
+    if kind is None or getattr(config, checkpoint.LIBRARY, None):
         return None
     state = {
         name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
@@ -195,7 +187,7 @@ def refuse_other_config(wrapper: nn.Module) -> None:
         for name, tensor in have.items()
         if name in wanted and tensor.numel() and tensor.shape != wanted[name].shape
     }
-    renamed = getattr(config, LIBRARY, None) or any(map(is_of_peft, model.modules()))
+    renamed = getattr(config, checkpoint.LIBRARY, None) or any(map(is_of_peft, model.modules()))
     names = (wanted.keys() - have.keys(), have.keys() - wanted.keys()) if not renamed else ((), ())
     difference = Difference(made, have, shapes, *names)
     refuse_difference(difference, by="the model's configuration", hint=_HINT)
@@ -224,13 +216,13 @@ def with_config_watched(
     said: set[str] = set()
 
     def looked() -> Iterable[tuple[str, Tensor]]:
-        if changed := differing_fields(then, _settings(model)):
+        if changed := checkpoint.differing_fields(then, _settings(model)):
             raise UnsupportedModelError(
                 f"the model's configuration changed in {changed} since the publisher was attached",
                 hint="followers have the files of that time: close this publisher, and attach "
                 "another one at a URL of its own; or set the fields back",
             )
-        changed = differing_fields(generation, _generation(model))
+        changed = checkpoint.differing_fields(generation, _generation(model))
         if changed and changed not in said:
             said.add(changed)
             logger.warning(
@@ -246,15 +238,19 @@ def with_config_watched(
 def _settings(model: nn.Module) -> dict[str, Any]:
     if not hasattr(model, "from_pretrained"):
         return {}
-    found = settings_of(getattr(model, "config", None))
-    return {k: v for k, v in found.items() if k not in RUNTIME and not k.endswith(ID_END)}
+    found = checkpoint.settings_of(getattr(model, "config", None))
+    return {
+        k: v
+        for k, v in found.items()
+        if k not in checkpoint.RUNTIME and not k.endswith(checkpoint.ID_END)
+    }
 
 
 def _generation(model: nn.Module) -> dict[str, Any]:
     """Return the values of configuration and generation settings for sampling and stops."""
-    config = settings_of(getattr(model, "config", None))
-    ids = {key: value for key, value in config.items() if key.endswith(ID_END)}
-    settings = settings_of(getattr(model, "generation_config", None))
+    config = checkpoint.settings_of(getattr(model, "config", None))
+    ids = {key: value for key, value in config.items() if key.endswith(checkpoint.ID_END)}
+    settings = checkpoint.settings_of(getattr(model, "generation_config", None))
     both = {key: (ids.get(key), settings.get(key)) for key in ids.keys() | settings.keys()}
     return {key: values for key, values in both.items() if values != (None, None)}
 
@@ -269,9 +265,9 @@ def collect_assets(
     """
     trusted = config.trust_remote_code
     if config.assets is not None:
-        return read_assets(config.assets, trusted=trusted)
+        return checkpoint.read_assets(config.assets, trusted=trusted)
     if not isinstance(model, nn.Module):
-        return read_assets(config.base, trusted=trusted) if config.base else {}
+        return checkpoint.read_assets(config.base, trusted=trusted) if config.base else {}
     refuse_other_config(model)
     whole = unwrapped(model)
     folder = config.base or origin(whole)
@@ -280,7 +276,7 @@ def collect_assets(
         if CONFIG_FILE in files:
             files[CONFIG_FILE] = kept_files.with_architecture(files[CONFIG_FILE], whole)
         return files
-    files = read_assets(folder, trusted=trusted)
+    files = checkpoint.read_assets(folder, trusted=trusted)
     now = kept_files.with_touched(files, folder, whole, *others, trusted=trusted)
     has_tokenizer = any(isinstance(one, kept_files.SavesItself) for one in others)
     old, new = _rows(files), _rows(now)
@@ -296,7 +292,7 @@ def collect_assets(
 
 
 def _rows(files: Mapping[str, bytes]) -> object:
-    config = fields(files.get(CONFIG_FILE, b""))
+    config = checkpoint.fields(files.get(CONFIG_FILE, b""))
     if not isinstance(config, dict):
         return None
     inner = config.get("text_config")

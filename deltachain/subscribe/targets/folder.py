@@ -32,7 +32,7 @@ from deltachain.checkpoint import LIBRARY, differing_fields, fields
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, PIECE_NBYTES, OldBits, Piece, TensorDelta, pieces
 from deltachain.disk_space import check_room, fill_holes, hint_for, reserve
-from deltachain.filebits import FileBits
+from deltachain.file_access import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host

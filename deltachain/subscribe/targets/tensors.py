@@ -13,30 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deltachain import errors
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_path
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import read_asset
 from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import Piece, TensorDelta, pieces
-from deltachain.errors import (
-    BaseMismatchError,
-    BrokenChainError,
-    ConfigError,
-    PartialApplyError,
-    TensorMismatchError,
-)
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
+from deltachain.subscribe.targets import tensor_patch
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
 from deltachain.subscribe.targets.local import PatchedTarget
-from deltachain.subscribe.targets.tensor_patch import (
-    Patch,
-    WholeTensor,
-    prepare,
-    state_of,
-    sum_states,
-)
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
@@ -110,7 +98,7 @@ class TensorTarget(PatchedTarget):
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
         self.source = tensors
         self._tensors = self._current()
-        self._live: dict[str, list[WholeTensor]] = {}
+        self._live: dict[str, list[tensor_patch.WholeTensor]] = {}
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._held: HeldVersion | None = None
@@ -126,7 +114,7 @@ class TensorTarget(PatchedTarget):
         self._refuse_shared()
         unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
         if unknown:
-            raise TensorMismatchError(
+            raise errors.TensorMismatchError(
                 f"{unknown[0]!r} and {len(unknown) - 1} more tensors of the target are not in the "
                 "chain",
                 tensor=unknown[0],
@@ -145,7 +133,7 @@ class TensorTarget(PatchedTarget):
             return dict(named_tensors(self.source))
         for name, tensor in self.source.items():
             if not isinstance(tensor, Tensor):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{name!r} of the target is a {type(tensor).__name__}, not a torch tensor",
                     hint="torch.from_numpy(array) shares the memory of an array",
                 )
@@ -169,25 +157,29 @@ class TensorTarget(PatchedTarget):
         self._has_moved()
         with Pool(cores()) as pool:
             whole = pieces(self._specs.values(), self.piece_nbytes)
-            return sum_states(self.ordered(pool, self._state_of, whole))
+            return tensor_patch.sum_states(self.ordered(pool, self._state_of, whole))
 
     def _state_of(self, piece: Piece) -> StateDigest | None:
         name = piece.spec.name
         live = self._live[name]
         if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
             return None
-        return state_of(self._specs[name], live[0])
+        return tensor_patch.state_of(self._specs[name], live[0])
 
-    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+    def patches(
+        self, fetched: Fetched, piece: Piece, *, base_too: bool
+    ) -> Iterator[tensor_patch.Patch]:
         name = piece.spec.name
         delta = fetched.read(name, partial(self._bits, name))
         if fetched.from_nothing and not delta.is_dense:
-            raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
+            raise errors.BrokenChainError(
+                f"{name}: the plan from nothing gives only {delta.nnz} elements"
+            )
         yield self.prepare(delta, base_too=base_too)
 
-    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
+    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> tensor_patch.Patch:
         places = self._live[delta.spec.name]
-        return prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
+        return tensor_patch.prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
 
     def _bits(self, name: str) -> Bits:
         live: Any = self._live[name][0].bits
@@ -196,9 +188,9 @@ class TensorTarget(PatchedTarget):
     def _dtype(self, name: str) -> np.dtype[Any]:
         return self._specs[name].bits_dtype
 
-    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
+    def write(self, patches: Iterable[tensor_patch.Patch], held: HeldVersion) -> None:
         if self._has_moved():
-            raise BaseMismatchError(
+            raise errors.BaseMismatchError(
                 f"version {held.version}: the target's tensors were replaced or written to since; "
                 "nothing was written",
                 version=held.version,
@@ -207,7 +199,7 @@ class TensorTarget(PatchedTarget):
         try:
             writes = (Write(patch, self._live[patch.spec.name]) for patch in patches)
             write_all(writes, held.version)
-        except PartialApplyError:
+        except errors.PartialApplyError:
             self._held = before
             raise
         self._held = held
@@ -226,15 +218,15 @@ class TensorTarget(PatchedTarget):
         )
         for (device, _, stop, one), (near, start, _, other) in pairwise(ranges):
             if device == near and start < stop:
-                raise TensorMismatchError(
+                raise errors.TensorMismatchError(
                     f"{one!r} and {other!r} are tied in the target, not in the chain", tensor=other
                 )
 
-    def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
+    def _places(self, spec: TensorSpec, names: list[str]) -> list[tensor_patch.WholeTensor]:
         known = {n: _form(self._tensors[n]).address for n in reversed(names) if n in self._tensors}
         found = {address: name for name, address in known.items()}
         if not found:
-            raise TensorMismatchError(
+            raise errors.TensorMismatchError(
                 f"the target has no tensor {spec.name!r}",
                 tensor=spec.name,
                 hint="the target is not the model of this chain, or one whose weights transformers "
@@ -269,37 +261,37 @@ def _form(tensor: Tensor) -> _Form:
     )
 
 
-def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
+def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> tensor_patch.WholeTensor:
     found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
     hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
     check_spec(name, found, "the target", spec, hint=hint)
     if tensor.layout != torch.strided or tensor.is_neg():
-        raise TensorMismatchError(
+        raise errors.TensorMismatchError(
             f"{name!r} has no bits of its own in the target: it is sparse, or a negated view",
             tensor=name,
             hint="give the target dense tensors",
         )
     if not tensor.is_contiguous():
-        raise TensorMismatchError(
+        raise errors.TensorMismatchError(
             f"{name!r} is not contiguous in the target",
             tensor=name,
             hint="give the target contiguous tensors",
         )
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.is_meta or (tensor.numel() and needed > tensor.untyped_storage().nbytes()):
-        raise TensorMismatchError(
+        raise errors.TensorMismatchError(
             f"{name!r} has no memory in the target: it is on the meta device, or was freed",
             tensor=name,
             hint="load the weights before the first update, and update while they are loaded",
         )
     bits = live_bits(bits_of(tensor))
     if isinstance(bits, np.ndarray) and len(bits) and not _is_writable(bits):
-        raise TensorMismatchError(
+        raise errors.TensorMismatchError(
             f"{name!r} is in memory that cannot be written to, as of a file mapped for reading",
             tensor=name,
             hint="give the target a copy of the tensor (`.clone()`)",
         )
-    return WholeTensor(bits)
+    return tensor_patch.WholeTensor(bits)
 
 
 def _is_writable(bits: Bits) -> bool:

@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import json
 import shutil
@@ -8,11 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
-from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.publisher_record import new_record, write_record
@@ -153,14 +149,6 @@ def test_a_dry_run_says_what_would_be_written(pushed: Pushed) -> None:
     assert dry["nbytes"] == done["nbytes"]
 
 
-@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw", "max"])
-def test_every_encoding_leads_back(pushed: Pushed, tmp_path: Path, encoding: str) -> None:
-    ok("revert", pushed.url, "--to", 1, "--encoding", encoding)
-    ok("pull", pushed.url, "--out", tmp_path / "out")
-    assert same(read_checkpoint(tmp_path / "out"), pushed.states[1])
-    ok("verify", pushed.url)
-
-
 def test_a_push_of_other_weights_is_refused_until_it_is_told_to_go_on(
     pushed: Pushed, tmp_path: Path
 ) -> None:
@@ -220,20 +208,6 @@ def head_of(url: Path) -> int:
     head = Chain.open(open_store(url)).head()
     assert head is not None
     return head.version
-
-
-@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
-def test_every_pushed_version_is_pulled_bit_for_bit(encoding: str, tmp_path: Path) -> None:
-    states = [random_state()]
-    for seed in (1, 2):
-        states.append(train(states[-1], seed))
-    for number, state in enumerate(states):
-        folder = write_checkpoint(tmp_path / f"step-{number}", state)
-        ok("push", folder, tmp_path / "chain", "--encoding", encoding)
-    for version, state in enumerate(states):
-        ok("pull", tmp_path / "chain", "--version", version, "--out", tmp_path / f"v{version}")
-        assert same(read_checkpoint(tmp_path / f"v{version}"), state)
-    ok("verify", tmp_path / "chain")
 
 
 def test_a_pulled_folder_has_the_files_that_were_beside_the_weights(
@@ -511,20 +485,6 @@ def test_names_from_a_file_do_not_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in done.stderr
 
 
-def test_a_raw_delta_opens_in_the_safetensors_library(tmp_path: Path) -> None:
-    old = random_state()
-    new = {name: bits.copy() for name, bits in old.items()}
-    new["layers.0.norm"][[3, 20]] += 7
-    for name, state in (("old", old), ("new", new)):
-        folder = write_checkpoint(tmp_path / name, state)
-        ok("push", folder, tmp_path / "chain", "--encoding", "raw")
-    (part,) = (tmp_path / "chain" / "deltas").rglob("*.safetensors")
-    with safe_open(part, "np") as opened:
-        assert opened.get_tensor("layers.0.norm.indices").tolist() == [3, 20]
-        values = opened.get_tensor("layers.0.norm.values").view(np.uint32)
-        assert values.tolist() == new["layers.0.norm"][[3, 20]].tolist()
-
-
 # Quantised chains, and small files beside weights
 
 FILES = {"config.json": b'{"a": 1, "use_cache": true}', "tokenizer.json": b"{}"}
@@ -578,27 +538,6 @@ def test_files_of_another_meaning_are_kept_and_named(
         assert small(out) == FILES | {"config.json": own}
         assert "config.json ('a', 'rope_theta', 'quantization_config')" in caplog.text
         assert "tokenizer.json" not in caplog.text
-
-
-@pytest.mark.full
-def test_a_pushed_chain_of_packed_codes_is_followed(tmp_path: Path) -> None:
-    model = llama()
-    chain, out = tmp_path / "chain", tmp_path / "out"
-    for number in range(3):
-        saved = tmp_path / f"saved-{number}"
-        with torch.no_grad():
-            model.model.layers[0].mlp.up_proj.weight[number] += 0.01
-        model.save_pretrained(saved)
-        ok("push", saved, chain, "--quantization", "nvfp4a16", "--step", number)
-        ok("follow", chain, "--out", out, "--once")
-        expected = quantised_state(copy.deepcopy(model), "nvfp4a16")
-        assert differing(load_file(out / "model.safetensors"), expected) == set()
-    ok("verify", chain)
-    ok("pull", chain, "--out", tmp_path / "pulled", "--version", 1)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["format"] == "nvfp4-pack-quantized"
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    assert loaded(torch.arange(9)[None]).logits.isfinite().all()
 
 
 def test_layers_that_are_left_are_options(tmp_path: Path) -> None:

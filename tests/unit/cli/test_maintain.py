@@ -1,7 +1,6 @@
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -84,15 +83,6 @@ def test_a_mirror_is_promoted(chain: Path, tmp_path: Path) -> None:
 
 def test_two_urls_are_needed(chain: Path) -> None:
     refused("mirror", chain, code=2, said="mirror needs two URLs")
-
-
-def test_ctrl_c_ends_a_mirror_that_follows(chain: Path, tmp_path: Path) -> None:
-    words = ("mirror", chain, tmp_path / "copy", "--follow", "--poll", "0.05", "--json")
-    with running(*words) as mirror:
-        assert [json.loads(mirror.line())["version"] for _ in range(4)] == [0, 1, 2, 3]
-        time.sleep(0.2)
-        assert mirror.end(signal.SIGINT).code == 130
-    ok("verify", tmp_path / "copy")
 
 
 VERSIONS = 70

@@ -413,14 +413,6 @@ def test_a_version_a_line_while_following(pushed: Pushed, tmp_path: Path) -> Non
     assert ok("follow", pushed.url, "--out", out, "--once", "--json").stdout == ""
 
 
-@pytest.mark.full
-def test_following_may_begin_before_the_trainer(pushed: Pushed, tmp_path: Path) -> None:
-    words = ("follow", tmp_path / "later", "--out", tmp_path / "out", "--poll", "0.1", "--json")
-    with running(*words) as follower:
-        ok("push", write_checkpoint(tmp_path / "first", pushed.states[0]), tmp_path / "later")
-        assert '"version": 0' in follower.line()
-
-
 def test_figures_are_short_and_never_hide_what_is_there() -> None:
     assert [nbytes(n) for n in (0, 999, 1000, 1_520_000, 999_999)] == [
         "0 B", "999 B", "1.00 kB", "1.52 MB", "1.00 MB",

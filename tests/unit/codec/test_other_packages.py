@@ -16,6 +16,7 @@ from deltachain.codec.encodings import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.errors import ConfigError, UnsupportedFormatError
 from deltachain.store import open_store
+from tests.support.made_up import write_package
 from tests.support.values import present
 from tests.unit.cli.support import invoke
 from tests.unit.codec.acme_zigzag import ZIGZAG
@@ -25,23 +26,14 @@ HERE = Path(__file__).parent
 Install = Callable[..., None]
 
 
-def write_package(folder: Path, source: str, module: str, name: str, value: str) -> None:
-    """What pip leaves of a package: a module, and its metadata."""
-    folder.mkdir(exist_ok=True)
-    (folder / f"{module}.py").write_text(source)
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {value}\n")
-
-
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Install packages for this process, until the test ends."""
 
     def add(source: str, module: str, name: str = "acme.x", value: str = "") -> None:
         folder = tmp_path / module
-        write_package(folder, source, module, name, value or f"{module}:ENCODING")
+        entry = f"[{GROUP}]\n{name} = {value or f'{module}:ENCODING'}\n"
+        write_package(folder, module, source=source, entries=entry)
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, module, raising=False)
 
@@ -53,7 +45,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of chains and delta files that a process with the package wrote, and proved."""
     folder = tmp_path_factory.mktemp("written")
     source = (HERE / "acme_zigzag.py").read_text()
-    write_package(folder / "site", source, "acme_zigzag", "acme.zigzag", "acme_zigzag:ZIGZAG")
+    entry = f"[{GROUP}]\nacme.zigzag = acme_zigzag:ZIGZAG\n"
+    write_package(folder / "site", "acme_zigzag", source=source, entries=entry)
     path = os.pathsep.join([str(folder / "site"), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(

@@ -1,4 +1,3 @@
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -78,6 +77,7 @@ def test_what_is_encoded_decodes_to_the_same(rows: list[tuple[Any, ...]]) -> Non
     part = Part.from_bytes(encoded.data)
     part.verify()
     assert [same(a, b) for a, b in zip(part, deltas, strict=True)] == [True] * len(deltas)
+    assert all(same(part.read(delta.spec.name), delta) for delta in reversed(deltas))
     assert list(own_digests(part.rows.values()).values()) == [
         StateDigest(n, 7) for n in range(len(deltas))
     ]
@@ -93,16 +93,6 @@ def test_raw_parts_decode_to_the_same(rows: list[tuple[Any, ...]]) -> None:
     part.verify()
     assert [same(a, b) for a, b in zip(part, deltas, strict=True)] == [True] * len(deltas)
     assert set(encoded.encodings) <= {"raw", "plain"}
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(tensors, min_size=2, max_size=6), st.randoms(use_true_random=False))
-def test_tensors_can_be_read_in_any_order(rows: list[tuple[Any, ...]], random: Random) -> None:
-    deltas = {delta.spec.name: delta for delta in deltas_of(rows)}
-    part = Part.from_bytes(encode_part(Change(d, StateDigest()) for d in deltas.values()).data)
-    names = list(deltas) * 2
-    random.shuffle(names)
-    assert all(same(part.read(name), deltas[name]) for name in names)
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import httpx
@@ -302,69 +302,11 @@ def running(leader: Leader, tmp_path: Path) -> Iterator[Running]:
         yield Running(tuple(urls), files, mine)
 
 
-class Caller:
-    """Asks one replica without a pause, in a thread of its own."""
-
-    def __init__(self, url: str, token: Path) -> None:
-        self.calls, self.failures = 0, list[str]()
-        self._answered, self._stop = Event(), Event()
-        self._thread = Thread(target=self._run, args=(url, token))
-        self._thread.start()
-
-    def settle(self) -> None:
-        """Wait for the end of a call that began after now."""
-        for _ in range(2):
-            self._answered.clear()
-            assert self._answered.wait(30)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
-
-    def _run(self, url: str, token: Path) -> None:
-        with ReplicaClient(url, token=token) as client:
-            while not self._stop.is_set():
-                try:
-                    client.status()
-                except ControlPlaneError as exc:
-                    self.failures.append(str(exc))
-                self.calls += 1
-                self._answered.set()
-
-
 def put(file: Path, content: str) -> None:
     """Replace a file as a whole: nobody reads half of it, or nothing."""
     written = file.with_name(f"{file.name}.new")
     written.write_text(content)
     written.replace(file)
-
-
-def rotate(callers: list[Caller], files: list[Path], content: str) -> None:
-    """Change one file after another while the callers go on."""
-    for file in files:
-        put(file, content)
-        for caller in callers:
-            caller.settle()
-
-
-@pytest.mark.full
-def test_a_token_is_rotated_without_a_failed_call(running: Running) -> None:
-    callers = [Caller(url, running.mine) for url in running.urls]
-    try:
-        # Clients have the new token before the servers, the less kind order.
-        rotate(callers, [running.mine, *running.files], "new\nold\n")
-        rotate(callers, [*running.files, running.mine], "new\n")
-    finally:
-        for caller in callers:
-            caller.stop()
-    assert [caller.failures for caller in callers] == [[], [], []]
-    assert all(caller.calls >= 16 for caller in callers)
-    for url in running.urls:
-        with (
-            ReplicaClient(url, token="old") as client,  # noqa: S106
-            pytest.raises(ControlPlaneError, match="wrong or missing token"),
-        ):
-            client.status()
 
 
 def test_a_fleet_announces_across_a_rotation(running: Running) -> None:

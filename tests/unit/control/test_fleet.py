@@ -15,10 +15,10 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.status import Health, HealthLimits, Status
 from deltachain.subscribe.subscriber import LOOK_BACK
+from tests.support.backup import objects_of, put_back
 from tests.support.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served, status
 from tests.unit.replica.replicas import Followed
-from tests.unit.subscribe.accidents import copy, restore
 
 OTHERS = {"http://x": status(), "http://y": status(), "http://z": status()}
 
@@ -160,12 +160,12 @@ def digest(here: Followed, version: int) -> str:
 
 def lose(here: Followed, version: int, *, again: int | None) -> None:
     """Restore the store as it was at a version; a restarted trainer goes on from there, if any."""
-    earlier = copy(here.store)
+    earlier = objects_of(here.store)
     for key in list(earlier):
         if key.startswith("manifests/") and int(key[10:30]) > version:
             del earlier[key]
     earlier.pop("head.json", None)
-    restore(here.store, earlier)
+    put_back(here.store, earlier)
     if again is None:
         return
     config = PublishConfig(url=here.store.url, anchor_factor=1e6)
@@ -248,7 +248,7 @@ def test_a_store_that_lost_what_is_held_ends_readiness(
     here: Followed, leader: Leader, what: str
 ) -> None:
     leader.update()
-    newest = copy(here.store)
+    newest = objects_of(here.store)
     kept = {
         "store": {key: data for key, data in newest.items() if "manifests/" not in key},
         "identity": {key: data for key, data in newest.items() if key != "chain.json"},
@@ -262,12 +262,12 @@ def test_a_store_that_lost_what_is_held_ends_readiness(
         ready = leader.status().ready
         if turn == 1:
             assert ready
-            restore(here.store, kept)
+            put_back(here.store, kept)
         elif turn == 2 * LOOK_BACK:
             status = leader.status()
             assert (status.ready, status.lag_versions or 0) == (False, 0)
             assert status.reason == status.doubt != ""
-            restore(here.store, newest)
+            put_back(here.store, newest)
         elif turn == 2 * LOOK_BACK + 1:
             assert ready
             leader.end()

@@ -20,7 +20,7 @@ from deltachain.store.file import FileStore
 from deltachain.types import Buffer
 from deltachain_sglang.table import TABLE as SGLANG
 from deltachain_vllm.table import TABLE as VLLM
-from tests.support.made_up import write_engine
+from tests.support.made_up import write_engine, write_package
 from tests.support.seaweed import Seaweed
 from tests.unit.cli.support import ok as run
 from tests.unit.cli.support import random_state, write_checkpoint
@@ -102,13 +102,6 @@ def faults(url: object, role: Role = FOLLOWER) -> list[Finding]:
 def set_all(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-def install(folder: Path, name: str, version: str) -> None:
-    """Metadata of a package, as pip leaves it."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def test_a_healthy_follower_has_no_fault_and_writes_nothing(
@@ -228,7 +221,7 @@ def test_a_wrong_package_is_named(  # noqa: PLR0917
     environment: Mapping[str, str],
     named: str,
 ) -> None:
-    install(tmp_path / "site", name, version)
+    write_package(tmp_path / "site", name, version=version)
     if name in TABLES:
         write_engine(tmp_path / "site", TABLES[name])
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -246,7 +239,7 @@ def test_names_of_an_engine_are_shown_and_a_missing_one_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     table, site = TABLES[engine], tmp_path / "site"
-    install(site, engine, "9.9")
+    write_package(site, engine, version="9.9")
     monkeypatch.syspath_prepend(str(site))
     for row in table.rows:
         write_engine(site, table, row.names[-1:])
@@ -351,11 +344,6 @@ def test_a_store_that_breaks_a_promise_is_named(tmp_path: Path, lie: str, named:
     assert named in found.said
     assert found.hint
     assert list(store.list("")) == []
-
-
-def test_an_honest_store_races_to_one_winner(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    assert {one.grade for one in probe_writes(store)} == {Grade.OK}
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, ObjectInfo, Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
+from tests.support.backup import objects_of, put_back
 
 SPECS = (
     TensorSpec("h.0.a", "BF16", (24, 16)),
@@ -162,15 +163,12 @@ class Backup:
     """What a store and its trainer hold, to go on from there again."""
 
     def __init__(self, grown: Grown) -> None:
-        self.objects = {info.key: grown.store.get(info.key) for info in grown.store.list()}
+        self.objects = objects_of(grown.store)
         self.random, self.parent = grown.random.bit_generator.state, grown.parent
         self.bits, self.added = list(grown.bits), grown.added
 
     def restore(self, grown: Grown) -> None:
-        for info in list(grown.store.list()):
-            grown.store.delete(info.key)
-        for key, data in self.objects.items():
-            grown.store.put(key, data)
+        put_back(grown.store, self.objects)
         grown.random.bit_generator.state, grown.parent = self.random, self.parent
         grown.bits, grown.added = list(self.bits), self.added
 

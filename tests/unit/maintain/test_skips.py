@@ -16,16 +16,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import KnownEdges, Plan
 from deltachain.cli.prune import seconds
 from deltachain.errors import ConfigError, DigestMismatchError
-from deltachain.format.documents import (
-    Edge,
-    EdgeRecord,
-    EdgeSummary,
-    Head,
-    ObjectRef,
-    dump,
-    seal,
-    summarise,
-)
+from deltachain.format import documents
 from deltachain.format.keys import HEAD_KEY, edge_key, manifest_key, object_digest
 from deltachain.maintain import KeepRule, Maintained, Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor
@@ -75,17 +66,19 @@ MODEL_NBYTES: Final = round(ANCHOR_NBYTES / 0.67)
 AGES: Final = 100
 
 
-def edge_of(kind: str, version: int, base: int | None) -> Edge:
+def edge_of(kind: str, version: int, base: int | None) -> documents.Edge:
     span = 0 if base is None else version - base
     nbytes = round(ANCHOR_NBYTES * SIZES.get(span, 1.0))
     key = f"{kind}s/{version:020d}-00000000-{'a' * 32}/00000.safetensors"
-    part = ObjectRef(key=key, nbytes=nbytes, blake3="0" * 64)
-    return Edge(kind=kind, base=base, encodings=("step",), parts=(part,))  # type: ignore[arg-type]
+    part = documents.ObjectRef(key=key, nbytes=nbytes, blake3="0" * 64)
+    return documents.Edge(kind=kind, base=base, encodings=("step",), parts=(part,))  # type: ignore[arg-type]
 
 
-def record(store: MemoryStore, edge: Edge, version: int, digest: str) -> EdgeSummary:
+def record(
+    store: MemoryStore, edge: documents.Edge, version: int, digest: str
+) -> documents.EdgeSummary:
     base_state = "" if edge.base is None else state(edge.base)
-    made = EdgeRecord(
+    made = documents.EdgeRecord(
         chain="one",
         version=version,
         manifest=digest,
@@ -93,22 +86,22 @@ def record(store: MemoryStore, edge: Edge, version: int, digest: str) -> EdgeSum
         state=state(version),
         edge=edge,
     )
-    key, data = edge_key(version, edge.kind, edge.base), seal(made)
+    key, data = edge_key(version, edge.kind, edge.base), documents.seal(made)
     store.put(key, data)
-    return summarise(version, edge, made.state, record=key, digest=object_digest(data))
+    return documents.summarise(version, edge, made.state, record=key, digest=object_digest(data))
 
 
 def grow(store: MemoryStore, versions: int = VERSIONS) -> None:
     """A chain that a maintainer kept up with all the time."""
     create(store)
     parent: Committed | None = None
-    known, added = KnownEdges(), list[EdgeSummary]()
-    edges = list[EdgeSummary]()
+    known, added = KnownEdges(), list[documents.EdgeSummary]()
+    edges = list[documents.EdgeSummary]()
     for version in range(versions):
         recent, first = known.listed(version, added)
         own = edge_of("delta", version, version - 1) if parent else edge_of("anchor", 0, None)
         manifest = manifest_after(parent, edge=own, recent=recent, window_from=first)
-        data = seal(manifest)
+        data = documents.seal(manifest)
         store.put(manifest_key(version), data)
         parent = Committed(manifest, object_digest(data))
         known, added = known.after(manifest, added), []
@@ -122,7 +115,7 @@ def grow(store: MemoryStore, versions: int = VERSIONS) -> None:
         if due == version:
             added = [record(store, edge_of("anchor", version, None), version, parent.digest)]
             edges = [added[0]]
-    store.put(HEAD_KEY, dump(Head(version=versions - 1)))
+    store.put(HEAD_KEY, documents.dump(documents.Head(version=versions - 1)))
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +372,7 @@ def test_a_missing_or_damaged_skip_is_planned_around() -> None:
     assert same(bits_at(grown, plan), grown.bits[-1])
 
 
-def edges_of(grown: Grown) -> tuple[EdgeSummary, ...]:
+def edges_of(grown: Grown) -> tuple[documents.EdgeSummary, ...]:
     return Survey(grown.chain).edges(grown.chain.read(grown.head))
 
 

@@ -19,6 +19,7 @@ from deltachain.maintain import KeepRule, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.store import ObjectInfo
 from deltachain.types import Buffer
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import FaultyStore
 from tests.support.fetch import fetch
 from tests.unit.maintain.grown import SPECS, Clock, grow_sixty
@@ -97,14 +98,11 @@ class World:
         self.grown = grow_sixty()
         self.store = cast("Clock", self.grown.store)
         NARROW.run(self.store)
-        self.objects = {info.key: bytes(self.store.get(info.key)) for info in self.store.list("")}
+        self.objects = objects_of(self.store)
         self.begin = self.store.now
 
     def reset(self, late: float) -> None:
-        for info in [*self.store.list("")]:
-            self.store.delete(info.key)
-        for key, data in self.objects.items():
-            self.store.put(key, data)
+        put_back(self.store, self.objects)
         self.store.now = self.begin + late
 
     def tag(self, store: FaultyStore | Clock | None = None) -> bool:

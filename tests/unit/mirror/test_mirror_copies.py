@@ -1,28 +1,16 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import suppress
 from threading import Event
 from typing import Any
 
 import pytest
 
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.identity import read_mirror
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    ForkedChainError,
-    ObjectNotFoundError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
 from deltachain.format.documents import EdgeRecord, Manifest, unseal
 from deltachain.format.keys import (
     CHAIN_KEY,
@@ -40,54 +28,11 @@ from deltachain.mirror.mirror import LOOK_BACK, MirrorTotals, follow
 from deltachain.presence.writer import mirror_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.status import Status
-from deltachain.store import MemoryStore, Store, open_store
-from tests.crash.child import open_place
+from deltachain.store import MemoryStore
 from tests.support.faults import Action, Fault, FaultyStore
-from tests.support.hub.server import HubServer
 from tests.support.models import recompute, train_
 from tests.support.values import present
 from tests.unit.mirror.conftest import Pair, copy_of
-
-
-def check(pair: Pair, first: Store, last: Store) -> None:
-    """Check that two stores have the same objects, and the bits of the model."""
-    found, expected = copy_of(last), copy_of(first)
-    found.pop(MIRROR_KEY)
-    expected.pop(MIRROR_KEY, None)
-    assert found == expected
-    recompute(last)
-    pair.check_newcomer(last)
-
-
-@pytest.fixture
-def far(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Store]:
-    """A store on a server: an S3 server, or an emulated Hub without keys of S3 or with them."""
-    kind, _, keys = request.param.partition(" with ")
-    place = open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
-    options = {}
-    if keys:
-        hub: HubServer = request.getfixturevalue("hub")
-        options = {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret}
-        options["s3_endpoint"] = f"{hub.url}/s3/crash"
-    with closing(open_store(place.url(), options, writer=True)) as store:
-        yield store
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("far", ["s3", "hf", "hf with keys"], indirect=True)
-def test_from_a_folder_to_a_server_and_back(pair: Pair, far: Store, tmp_path: Path) -> None:
-    folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
-    pair.grow(5, to=folder)
-    for source, destination in ((folder, far), (far, back)):
-        mirror = Mirror(source, destination)
-        list(mirror.catch_up())
-        pair.grow(2, to=folder)
-        list(Mirror(folder, far).catch_up())
-        list(mirror.catch_up())
-        check(pair, source, destination)
-        assert list(Mirror(source, destination).catch_up()) == []
 
 
 @pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
@@ -134,7 +79,7 @@ def test_a_mirror_that_is_cut_off_from_its_source_is_not_ready(
         totals.count(receipt)
     assert mirror_status(mirror, totals, GIVEN, url="x").ready
     totals._since -= 61
-    totals.looked(StoreUnavailableError("nobody answers"))
+    totals.looked(errors.StoreUnavailableError("nobody answers"))
     status = mirror_status(mirror, totals, GIVEN, url="x")
     assert "its store has not answered for 61 s" in status.reason
     assert mirror_status(mirror, totals, {}, url="x").ready
@@ -156,7 +101,7 @@ def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
     mirror, totals, stop = pair.mirror(), MirrorTotals(), Event()
     seen = list[Status]()
 
-    def looked(trouble: DeltaChainError | None) -> None:
+    def looked(trouble: errors.DeltaChainError | None) -> None:
         totals.looked(trouble)
         seen.append(mirror_status(mirror, totals, {}, url="x"))
         if len(seen) == 20:
@@ -171,9 +116,11 @@ def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
     assert all(one.reason == one.trouble.split("\n")[0] != "" for one in seen[:20])
 
 
-@pytest.mark.parametrize("kind", [ObjectNotFoundError, StorePermissionError, StoreUnavailableError])
+@pytest.mark.parametrize(
+    "kind", [errors.ObjectNotFoundError, errors.StorePermissionError, errors.StoreUnavailableError]
+)
 def test_a_mirror_that_cannot_write_its_copy_is_not_ready(
-    pair: Pair, kind: type[StoreError]
+    pair: Pair, kind: type[errors.StoreError]
 ) -> None:
     pair.grow(2)
     mirror, totals = pair.mirror(), MirrorTotals()
@@ -194,7 +141,7 @@ def test_a_mirror_finds_another_history_of_its_source_in_a_few_rounds(pair: Pair
     pair.grow(1)
     pair.source.delete(manifest_key(mirror.version + 1))  # as many versions, the newest another one
     rounds = (receipt for _ in range(LOOK_BACK) for receipt in mirror.catch_up())
-    with pytest.raises(ForkedChainError, match=r"version \d of .* differs"):
+    with pytest.raises(errors.ForkedChainError, match=r"version \d of .* differs"):
         list(rounds)
 
 
@@ -320,7 +267,7 @@ def test_a_mirror_may_hold_less(pair: Pair, start: Any, first: int) -> None:
 def test_another_start_is_refused(pair: Pair) -> None:
     pair.grow(9)
     pair.copy(start="head")
-    with pytest.raises(ConfigError, match="from version 8 on"):
+    with pytest.raises(errors.ConfigError, match="from version 8 on"):
         pair.copy(start=5)
 
 
@@ -364,7 +311,7 @@ def test_a_mirror_of_a_mirror_holds_the_same_and_misses_nothing(
 
 def test_a_start_that_is_not_committed_is_named(pair: Pair) -> None:
     pair.grow(3)
-    with pytest.raises(ChainError, match="does not have version 99") as caught:
+    with pytest.raises(errors.ChainError, match="does not have version 99") as caught:
         pair.copy(start=99)
     assert caught.value.hint == "the head is version 3"
     assert not list(pair.there.list())
@@ -375,7 +322,7 @@ def test_a_mirror_that_no_newcomer_can_join_says_so_and_heals_by_an_anchor(pair:
     for info in list(pair.source.list("anchors/")):
         pair.source.delete(info.key)
     mirror = pair.mirror()
-    with pytest.raises(BrokenChainError, match=r"no newcomer can join .* version 5"):
+    with pytest.raises(errors.BrokenChainError, match=r"no newcomer can join .* version 5"):
         list(mirror.catch_up())
     assert mirror.version == 5
     pair.grow(1, every=1)
@@ -438,7 +385,7 @@ def test_a_store_that_fails_costs_a_round_and_no_object(
     faulty = FaultyStore(pair.there, Fault(do, prefix), Fault(do, prefix, nth=3))
     mirror = Mirror(pair.source, faulty)
     for _ in range(0 if do == "own-412" else 2):  # which is no failure
-        with suppress(StoreUnavailableError):
+        with suppress(errors.StoreUnavailableError):
             list(mirror.catch_up())
     list(mirror.catch_up())
     assert faulty.struck
@@ -446,7 +393,7 @@ def test_a_store_that_fails_costs_a_round_and_no_object(
 
 
 def test_a_source_without_a_chain_is_named(pair: Pair) -> None:
-    with pytest.raises(ObjectNotFoundError, match=r"chain\.json"):
+    with pytest.raises(errors.ObjectNotFoundError, match=r"chain\.json"):
         pair.copy()
     assert list(pair.there.list()) == []
 
@@ -455,7 +402,7 @@ def test_a_store_with_a_chain_is_no_mirror(pair: Pair) -> None:
     pair.grow(1)
     pair.grow(1, to=pair.there)
     before = copy_of(pair.there)
-    with pytest.raises(ConfigError, match="has a chain, and is no mirror"):
+    with pytest.raises(errors.ConfigError, match="has a chain, and is no mirror"):
         pair.copy()
     assert copy_of(pair.there) == before
 
@@ -465,7 +412,7 @@ def test_a_mirror_has_one_chain(pair: Pair) -> None:
     pair.grow(1)
     pair.grow(1, to=other)
     pair.copy()
-    with pytest.raises(ChainMismatchError, match="mirrors chain"):
+    with pytest.raises(errors.ChainMismatchError, match="mirrors chain"):
         list(Mirror(other, pair.there).catch_up())
 
 
@@ -475,7 +422,9 @@ def test_publishers_refuse_a_mirror_until_it_is_promoted(pair: Pair) -> None:
     list(mirror.catch_up())
     before = copy_of(pair.there)
     publisher = Publisher(PublishConfig(url=pair.there.url), store=pair.there)
-    with pytest.raises(ConfigError, match=r"is a mirror of .*nothing is written there") as refused:
+    with pytest.raises(
+        errors.ConfigError, match=r"is a mirror of .*nothing is written there"
+    ) as refused:
         publisher.attach(pair.model)
     assert "--promote" in refused.value.hint
     assert copy_of(pair.there) == before
@@ -483,10 +432,10 @@ def test_publishers_refuse_a_mirror_until_it_is_promoted(pair: Pair) -> None:
     with Publisher(PublishConfig(url=pair.there.url), store=pair.there).attach(pair.model) as again:
         train_(pair.model, 77)
         again.publish()
-    with pytest.raises(ConfigError, match="not this mirror any more"):
+    with pytest.raises(errors.ConfigError, match="not this mirror any more"):
         list(mirror.catch_up())
     recompute(pair.there)
     head = present(Chain.open(pair.there).head())
     assert head.version == 7
-    with pytest.raises(ConfigError, match="is no mirror"):
+    with pytest.raises(errors.ConfigError, match="is no mirror"):
         promote(pair.there)

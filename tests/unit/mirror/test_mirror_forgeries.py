@@ -7,41 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    DeltaChainError,
-    DigestMismatchError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    SignatureError,
-    StoreWentBackError,
-)
-from deltachain.format.documents import (
-    EdgeRecord,
-    Head,
-    Manifest,
-    PruneRecord,
-    Tag,
-    dump,
-    seal,
-    unseal,
-)
-from deltachain.format.keys import (
-    CHAIN_KEY,
-    HEAD_KEY,
-    MIRROR_KEY,
-    TABLE_KEY,
-    edge_key,
-    manifest_key,
-    prune_key,
-    tag_key,
-    version_of,
-)
+from deltachain.format import documents, keys
 from deltachain.mirror import Mirror
 from deltachain.store import MemoryStore
 from tests.hostile.signed import (
@@ -51,10 +21,10 @@ from tests.hostile.signed import (
     Author,
     Follower,
     edit,
-    objects,
     signature_place,
     trust_of,
 )
+from tests.support.backup import objects_of
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import recompute
 from tests.unit.mirror.conftest import Pair, copy_of
@@ -70,14 +40,14 @@ def mirrored(source: MemoryStore, there: MemoryStore) -> dict[str, bytes]:
 
 def copied(there: MemoryStore) -> dict[str, bytes]:
     """Every object of a mirror but its own record."""
-    return {key: data for key, data in objects(there).items() if key != MIRROR_KEY}
+    return {key: data for key, data in objects_of(there).items() if key != keys.MIRROR_KEY}
 
 
 def relink(store: MemoryStore) -> None:
     """Publish another history from a version on, as somebody who controls the store."""
     evil = Author(MALLORY, evil=1).grow(6)
-    for key, data in objects(evil.store).items():
-        if (version_of(key) or 0) >= SIGNED_AT:
+    for key, data in objects_of(evil.store).items():
+        if (keys.version_of(key) or 0) >= SIGNED_AT:
             store.put(key, data)
 
 
@@ -85,39 +55,41 @@ def link_again(store: MemoryStore) -> None:
     """Change versions, hash them again and link them, under the signatures of others."""
     parent = ""
     for version in range(6):
-        key = manifest_key(version)
+        key = keys.manifest_key(version)
         if version >= SIGNED_AT:
             edit(store, key, partial(dict.update, step=99, parent=parent), keeps=True)
         parent = Chain.open(store, NOBODY).read(version).digest
 
 
 def edit_one(store: MemoryStore, *, keeps: bool) -> None:
-    edit(store, manifest_key(SIGNED_AT), lambda p: p.update(step=9), keeps=keeps)
+    edit(store, keys.manifest_key(SIGNED_AT), lambda p: p.update(step=9), keeps=keeps)
 
 
 @pytest.mark.parametrize(
     ("act", "error", "named"),
     [
-        pytest.param(partial(edit_one, keeps=False), SignatureError, "3", id="no signature"),
-        pytest.param(partial(edit_one, keeps=True), SignatureError, "3", id="that of another"),
-        pytest.param(link_again, SignatureError, "5", id="hashed and linked again"),
-        pytest.param(relink, DeltaChainError, "5", id="another history by another key"),
+        pytest.param(partial(edit_one, keeps=False), errors.SignatureError, "3", id="no signature"),
+        pytest.param(
+            partial(edit_one, keeps=True), errors.SignatureError, "3", id="that of another"
+        ),
+        pytest.param(link_again, errors.SignatureError, "5", id="hashed and linked again"),
+        pytest.param(relink, errors.DeltaChainError, "5", id="another history by another key"),
     ],
 )
 def test_nothing_past_a_forgery_is_copied_with_keys(
-    act: Callable[[MemoryStore], object], error: type[DeltaChainError], named: str
+    act: Callable[[MemoryStore], object], error: type[errors.DeltaChainError], named: str
 ) -> None:
     """A forged head ends it at once."""
     source, there = Author(OWNER).grow(6).store, MemoryStore()
-    true = objects(source)
+    true = objects_of(source)
     act(source)
     for _ in range(2):
         with pytest.raises(error, match=f"manifests/0*{named}"):
             mirrored(source, there)
     found = copied(there)
-    assert (manifest_key(SIGNED_AT - 1) in found) is (named != "5")
+    assert (keys.manifest_key(SIGNED_AT - 1) in found) is (named != "5")
     assert all(true[key] == data for key, data in found.items())
-    assert not any((version_of(key) or 0) >= SIGNED_AT for key in found)
+    assert not any((keys.version_of(key) or 0) >= SIGNED_AT for key in found)
     for key, data in true.items():
         source.put(key, data)
     assert mirrored(source, there) == true
@@ -130,16 +102,16 @@ def test_a_running_mirror_copies_nothing_of_another_history() -> None:
     author.grow(1)
     relink(author.store)
     for _ in range(10):
-        with pytest.raises((SignatureError, ForkedChainError)):
+        with pytest.raises((errors.SignatureError, errors.ForkedChainError)):
             list(mirror.catch_up())
-    assert not any((version_of(key) or 0) >= SIGNED_AT for key in objects(there))
+    assert not any((keys.version_of(key) or 0) >= SIGNED_AT for key in objects_of(there))
 
 
 def test_an_unsigned_identity_is_not_copied() -> None:
     source, there = Author(NOBODY).grow(2).store, MemoryStore()
-    with pytest.raises(SignatureError):
+    with pytest.raises(errors.SignatureError):
         mirrored(source, there)
-    assert objects(there) == {}
+    assert objects_of(there) == {}
 
 
 def test_signing_that_begins_later_is_copied_and_counts_for_versions_before() -> None:
@@ -151,9 +123,9 @@ def test_signing_that_begins_later_is_copied_and_counts_for_versions_before() ->
     author.chain = Chain.open(source, OWNER)
     author.grow(2)
     list(early.catch_up())
-    assert signature_place(1) in objects(there)
+    assert signature_place(1) in objects_of(there)
     again = MemoryStore()
-    assert mirrored(source, again) == objects(source)
+    assert mirrored(source, again) == objects_of(source)
     follower = Follower(again, 1)
     follower.subscriber.update()
     assert follower.subscriber.version == 4
@@ -164,9 +136,9 @@ def test_tags_and_prune_records_cross_if_a_trusted_key_signed_them(
     trust: Trust, crosses: bool
 ) -> None:
     source, there = Author(OWNER).grow(4).store, MemoryStore()
-    record = PruneRecord(chain=f"{7:032x}", number=0, head=3, maintainer="m", time=1.0)
+    record = documents.PruneRecord(chain=f"{7:032x}", number=0, head=3, maintainer="m", time=1.0)
     tagged = Chain.open(source, NOBODY).read(2)
-    tag = Tag(
+    tag = documents.Tag(
         chain=f"{7:032x}",
         name="best",
         number=0,
@@ -175,11 +147,11 @@ def test_tags_and_prune_records_cross_if_a_trusted_key_signed_them(
         manifest=tagged.digest,
         time=1.0,
     )
-    source.put(prune_key(0), trust.seal(record, f"{7:032x}"))
-    source.put(tag_key("best", 0), trust.seal(tag, f"{7:032x}"))
+    source.put(keys.prune_key(0), trust.seal(record, f"{7:032x}"))
+    source.put(keys.tag_key("best", 0), trust.seal(tag, f"{7:032x}"))
     found = mirrored(source, there)
-    assert (prune_key(0) in found) is (tag_key("best", 0) in found) is crosses
-    assert manifest_key(3) in found
+    assert (keys.prune_key(0) in found) is (keys.tag_key("best", 0) in found) is crosses
+    assert keys.manifest_key(3) in found
 
 
 def test_tags_follow_their_versions() -> None:
@@ -191,11 +163,11 @@ def test_tags_follow_their_versions() -> None:
     tags.set_(chain, "best", chain.read(1), time=1.0)
     tags.set_(chain, "best", chain.read(3), time=2.0)
     list(mirror.catch_up())
-    assert copied(there) == objects(source)
+    assert copied(there) == objects_of(source)
     tags.remove(chain, "best", time=3.0)
     for _ in range(8):
         list(mirror.catch_up())
-    assert tag_key("best", 2) in objects(there)
+    assert keys.tag_key("best", 2) in objects_of(there)
 
 
 AT = 5
@@ -204,15 +176,15 @@ AT = 5
 
 def forge(store: MemoryStore, key: str, **changes: Any) -> None:
     """Replace fields of a manifest, and seal it again."""
-    manifest = unseal(store.get(key), Manifest, key=key)
-    store.put(key, seal(replace(manifest, **changes)))
+    manifest = documents.unseal(store.get(key), documents.Manifest, key=key)
+    store.put(key, documents.seal(replace(manifest, **changes)))
 
 
 def forge_record(store: MemoryStore) -> None:
-    key = edge_key(4, "anchor", None)
-    record = unseal(store.get(key), EdgeRecord, key=key)
+    key = keys.edge_key(4, "anchor", None)
+    record = documents.unseal(store.get(key), documents.EdgeRecord, key=key)
     part = replace(record.edge.parts[0], blake3="0" * 64)
-    store.put(key, seal(replace(record, edge=replace(record.edge, parts=(part,)))))
+    store.put(key, documents.seal(replace(record, edge=replace(record.edge, parts=(part,)))))
 
 
 def flip(store: MemoryStore, prefix: str) -> None:
@@ -223,14 +195,14 @@ def flip(store: MemoryStore, prefix: str) -> None:
     store.put(key, bytes(data))
 
 
-KEY = manifest_key(AT)
+KEY = keys.manifest_key(AT)
 DELTA = f"deltas/{AT:020d}"
 OTHER = f"deltas/{3:020d}-00000000-{'a' * 32}/00000.safetensors"
 
 
 def forge_part(store: MemoryStore, **changes: Any) -> None:
     """Replace fields of the first part that a manifest names."""
-    edge = unseal(store.get(KEY), Manifest, key=KEY).edge
+    edge = documents.unseal(store.get(KEY), documents.Manifest, key=KEY).edge
     part = replace(edge.parts[0], **changes)
     forge(store, KEY, edge=replace(edge, parts=(part, *edge.parts[1:])))
 
@@ -239,22 +211,28 @@ def shorten(store: MemoryStore) -> None:
     store.put(next(info.key for info in store.list(DELTA)), b"short")
 
 
-FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError]]] = {
-    "payload": (lambda s: flip(s, DELTA), DigestMismatchError),
-    "payload of another length": (shorten, MalformedError),
-    "manifest, a flipped bit": (lambda s: flip(s, KEY), FormatError),
-    "manifest that is another's": (lambda s: s.put(KEY, s.get(manifest_key(3))), MalformedError),
-    "manifest, sealed again": (lambda s: forge(s, KEY, step=99), ForkedChainError),
-    "manifest, lost": (lambda s: s.delete(KEY), BrokenChainError),
-    "parent": (lambda s: forge(s, KEY, parent="0" * 64), ForkedChainError),
-    "chain": (lambda s: forge(s, KEY, chain="another"), ChainMismatchError),
-    "base state": (lambda s: forge(s, KEY, base_state="0" * 32), MalformedError),
-    "key of the hint as a part": (lambda s: forge_part(s, key=HEAD_KEY), MalformedError),
-    "part of another version": (lambda s: forge_part(s, key=OTHER), MalformedError),
-    "digest of a part": (lambda s: forge_part(s, blake3="0" * 64), DigestMismatchError),
-    "anchor": (lambda s: flip(s, f"anchors/{4:020d}"), DigestMismatchError),
-    "edge record": (forge_record, DigestMismatchError),
-    "edge record, a flipped bit": (lambda s: flip(s, f"edges/{4:020d}"), FormatError),
+FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[errors.DeltaChainError]]] = {
+    "payload": (lambda s: flip(s, DELTA), errors.DigestMismatchError),
+    "payload of another length": (shorten, errors.MalformedError),
+    "manifest, a flipped bit": (lambda s: flip(s, KEY), errors.FormatError),
+    "manifest that is another's": (
+        lambda s: s.put(KEY, s.get(keys.manifest_key(3))),
+        errors.MalformedError,
+    ),
+    "manifest, sealed again": (lambda s: forge(s, KEY, step=99), errors.ForkedChainError),
+    "manifest, lost": (lambda s: s.delete(KEY), errors.BrokenChainError),
+    "parent": (lambda s: forge(s, KEY, parent="0" * 64), errors.ForkedChainError),
+    "chain": (lambda s: forge(s, KEY, chain="another"), errors.ChainMismatchError),
+    "base state": (lambda s: forge(s, KEY, base_state="0" * 32), errors.MalformedError),
+    "key of the hint as a part": (
+        lambda s: forge_part(s, key=keys.HEAD_KEY),
+        errors.MalformedError,
+    ),
+    "part of another version": (lambda s: forge_part(s, key=OTHER), errors.MalformedError),
+    "digest of a part": (lambda s: forge_part(s, blake3="0" * 64), errors.DigestMismatchError),
+    "anchor": (lambda s: flip(s, f"anchors/{4:020d}"), errors.DigestMismatchError),
+    "edge record": (forge_record, errors.DigestMismatchError),
+    "edge record, a flipped bit": (lambda s: flip(s, f"edges/{4:020d}"), errors.FormatError),
 }
 FOUND_LATER = ("manifest, sealed again",)
 """By the next version, whose parent it is not."""
@@ -273,10 +251,10 @@ def test_nothing_past_a_forgery_is_copied(pair: Pair, what: str) -> None:
     with pytest.raises(error):
         pair.copy()
     found = copy_of(pair.there)
-    assert manifest_key(AT - 1) in found
-    assert manifest_key(at) not in found
-    assert not any((version_of(key) or 0) > at for key in found)
-    assert HEAD_KEY not in found
+    assert keys.manifest_key(AT - 1) in found
+    assert keys.manifest_key(at) not in found
+    assert not any((keys.version_of(key) or 0) > at for key in found)
+    assert keys.HEAD_KEY not in found
     if at == AT:
         assert all(true[key] == data for key, data in pair.copied().items())
         recompute(pair.there)
@@ -286,13 +264,13 @@ def test_nothing_past_a_forgery_is_copied(pair: Pair, what: str) -> None:
         assert pair.copied() == true
 
 
-@pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
+@pytest.mark.parametrize("key", [keys.CHAIN_KEY, keys.TABLE_KEY])
 def test_a_forged_identity_is_not_copied(pair: Pair, key: str) -> None:
     pair.grow(2)
     document = json.loads(pair.source.get(key))
-    document["unknown" if key == CHAIN_KEY else "ext"] = {"forged": 1}
+    document["unknown" if key == keys.CHAIN_KEY else "ext"] = {"forged": 1}
     pair.source.put(key, json.dumps(document).encode())
-    with pytest.raises(FormatError):
+    with pytest.raises(errors.FormatError):
         pair.copy()
     assert copy_of(pair.there) == {}
 
@@ -300,9 +278,9 @@ def test_a_forged_identity_is_not_copied(pair: Pair, key: str) -> None:
 def test_a_forged_asset_ends_the_copy(pair: Pair) -> None:
     pair.grow(2)
     flip(pair.source, "assets/")
-    with pytest.raises(DigestMismatchError):
+    with pytest.raises(errors.DigestMismatchError):
         pair.copy()
-    assert copy_of(pair.there).keys() == {MIRROR_KEY, TABLE_KEY}
+    assert copy_of(pair.there).keys() == {keys.MIRROR_KEY, keys.TABLE_KEY}
 
 
 def test_a_bit_that_flips_in_transit_is_read_again(pair: Pair) -> None:
@@ -310,7 +288,7 @@ def test_a_bit_that_flips_in_transit_is_read_again(pair: Pair) -> None:
     faulty = FaultyStore(
         pair.source,
         Fault("corrupt", f"deltas/{3:020d}"),
-        Fault("corrupt", manifest_key(2)),
+        Fault("corrupt", keys.manifest_key(2)),
         Fault("corrupt", "edges/"),
     )
     list(Mirror(faulty, pair.there).catch_up())
@@ -320,30 +298,32 @@ def test_a_bit_that_flips_in_transit_is_read_again(pair: Pair) -> None:
 
 def test_a_forged_hint_misleads_nobody(pair: Pair) -> None:
     pair.grow(6)
-    pair.source.put(HEAD_KEY, b"nonsense")
+    pair.source.put(keys.HEAD_KEY, b"nonsense")
     pair.copy()
     found = copy_of(pair.there)
-    assert HEAD_KEY not in found
-    assert found.keys() - {MIRROR_KEY} == copy_of(pair.source).keys() - {HEAD_KEY}
+    assert keys.HEAD_KEY not in found
+    assert found.keys() - {keys.MIRROR_KEY} == copy_of(pair.source).keys() - {keys.HEAD_KEY}
 
 
 def test_a_forged_head_far_ahead_takes_no_memory(pair: Pair) -> None:
     """All before the gap is copied, and what is committed once the forgery is gone."""
     pair.grow(3)
     far = 3_000_000
-    forged = unseal(pair.source.get(manifest_key(0)), Manifest, key=manifest_key(0))
-    pair.source.put(manifest_key(far), seal(replace(forged, version=far)))
-    pair.source.put(HEAD_KEY, dump(Head(version=far)))
+    forged = documents.unseal(
+        pair.source.get(keys.manifest_key(0)), documents.Manifest, key=keys.manifest_key(0)
+    )
+    pair.source.put(keys.manifest_key(far), documents.seal(replace(forged, version=far)))
+    pair.source.put(keys.HEAD_KEY, documents.dump(documents.Head(version=far)))
     mirror = pair.mirror()
     tracemalloc.start()
-    with pytest.raises(BrokenChainError, match="manifest of version 4 is missing"):
+    with pytest.raises(errors.BrokenChainError, match="manifest of version 4 is missing"):
         list(mirror.catch_up())
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert mirror.version == 3
     assert most < 20 << 20
-    pair.source.delete(manifest_key(far))
-    pair.source.delete(HEAD_KEY)
+    pair.source.delete(keys.manifest_key(far))
+    pair.source.delete(keys.HEAD_KEY)
     pair.grow(2)
     list(mirror.catch_up())
     assert mirror.version == 6
@@ -359,7 +339,7 @@ def test_a_source_that_went_back_is_named(pair: Pair) -> None:
     for key, data in earlier.items():
         pair.source.put(key, data)
     before = copy_of(pair.there)
-    with pytest.raises(StoreWentBackError, match="the source went back"):
+    with pytest.raises(errors.StoreWentBackError, match="the source went back"):
         pair.copy()
     assert copy_of(pair.there) == before
 
@@ -369,10 +349,10 @@ def test_a_source_with_another_history_is_named(pair: Pair, more: int) -> None:
     pair.grow(3)
     pair.copy()
     before = copy_of(pair.there)
-    forge(pair.source, manifest_key(3), step=1000)
+    forge(pair.source, keys.manifest_key(3), step=1000)
     for _ in range(more):
         pair.grow(1)
-    with pytest.raises(ForkedChainError, match="version 3"):
+    with pytest.raises(errors.ForkedChainError, match="version 3"):
         pair.copy()
     assert copy_of(pair.there) == before
 
@@ -382,8 +362,8 @@ def test_a_mirror_with_another_document_is_left_as_it_is(pair: Pair) -> None:
     mirror = pair.mirror()
     list(mirror.catch_up())
     pair.grow(3)
-    pair.there.put(manifest_key(5), b"{}")
-    with pytest.raises(ForkedChainError, match="has another manifests/"):
+    pair.there.put(keys.manifest_key(5), b"{}")
+    with pytest.raises(errors.ForkedChainError, match="has another manifests/"):
         list(mirror.catch_up())
-    assert pair.there.get(manifest_key(5)) == b"{}"
+    assert pair.there.get(keys.manifest_key(5)) == b"{}"
     assert mirror.version == 4

@@ -14,7 +14,8 @@ from deltachain.maintain import Maintainer
 from deltachain.mirror import Mirror, follow
 from deltachain.mirror import mirror as loop
 from deltachain.store import MemoryStore
-from tests.hostile.signed import NOBODY, OWNER, Author, objects, resign, trust_of
+from tests.hostile.signed import NOBODY, OWNER, Author, resign, trust_of
+from tests.support.backup import objects_of, put_back
 from tests.unit.maintain.grown import Grown, payloads
 
 CHAIN = f"{7:032x}"
@@ -36,11 +37,6 @@ def write_prune(author: Author, time: float) -> str:
     return prune_key(number)
 
 
-def restore(store: MemoryStore, backup: dict[str, bytes]) -> None:
-    for key in objects(store).keys() - backup.keys():
-        store.delete(key)
-
-
 @pytest.fixture(params=[write_tag, write_prune])
 def write(request: pytest.FixtureRequest) -> Write:
     found: Write = request.param
@@ -55,12 +51,12 @@ def test_other_records_under_the_same_numbers_are_named(
     author, there = Author(owner).grow(4), MemoryStore()
     source = author.store
     write(author, 0.0)
-    backup = objects(source)
+    backup = objects_of(source)
     lost = [write(author, time) for time in (1.0, 2.0)]
     mirror = Mirror(source, there, trust=reader)
     list(mirror.catch_up())
     assert there.get(lost[1]) == source.get(lost[1])
-    restore(source, backup)
+    put_back(source, backup)
     list(mirror.catch_up())  # nothing was written since: the mirror is ahead
     again = [write(author, time) for time in (4.0, 5.0, 6.0)]
     assert again[:2] == lost
@@ -77,10 +73,10 @@ def test_other_records_under_the_same_numbers_are_named(
 
 def test_a_mirror_that_follows_ends(write: Write) -> None:
     author, there = Author(OWNER).grow(4), MemoryStore()
-    backup = objects(author.store)
+    backup = objects_of(author.store)
     write(author, 1.0)
     list(Mirror(author.store, there, trust=trust_of(1)).catch_up())
-    restore(author.store, backup)
+    put_back(author.store, backup)
     write(author, 2.0)
     mirror, stop = Mirror(author.store, there, trust=trust_of(1)), Event()
 

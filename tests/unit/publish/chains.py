@@ -40,10 +40,6 @@ def head_of(store: Store) -> Committed:
     return present(Chain.open(store).head())
 
 
-def keys_of(store: Store) -> dict[str, bytes]:
-    return {info.key: store.get(info.key) for info in store.list()}
-
-
 def assert_head_is(model: nn.Module, version: int, store: Store) -> None:
     """The newest version is this one, and has the bits of the model."""
     found = recompute(store)

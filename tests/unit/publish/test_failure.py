@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from deltachain import errors
 from deltachain.chain.upload import (
     PARTS_ON_THE_WAY,
     SMALL_PART_NBYTES,
@@ -18,13 +19,6 @@ from deltachain.chain.upload import (
     anchor_part_nbytes,
 )
 from deltachain.codec import Part
-from deltachain.errors import (
-    DeltaChainError,
-    PublisherFencedError,
-    RankError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
 from deltachain.format.documents import Edge
 from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish.ranks.collectives import Collective
@@ -232,10 +226,10 @@ def test_memory_is_bounded_while_the_store_stands_still() -> None:
 def test_the_first_failure_is_raised_and_later_parts_are_not_put(number: int) -> None:
     def before(key: str) -> None:
         if key.endswith(f"{number:05}.safetensors"):
-            raise StoreUnavailableError("the store is down")
+            raise errors.StoreUnavailableError("the store is down")
 
     store = WatchedStore(before)
-    with pytest.raises(StoreUnavailableError, match="down"):
+    with pytest.raises(errors.StoreUnavailableError, match="down"):
         upload(store, 40)
     assert len(list(store.list("anchors/"))) <= number + PARTS_ON_THE_WAY
     assert store.now == 0
@@ -286,11 +280,11 @@ def test_publishing_goes_on_after_a_commit_whose_conclusion_was_lost(
     def lose_one(collective: Collective, value: object, kind: type[object]) -> object:
         if kind is Conclusion and not lost:
             lost.append(value)
-            raise RankError("rank 0 is disconnected")
+            raise errors.RankError("rank 0 is disconnected")
         return broadcast(collective, value, kind)
 
     monkeypatch.setattr(Collective, "broadcast", lose_one)
-    with pytest.raises(RankError, match="disconnected"):
+    with pytest.raises(errors.RankError, match="disconnected"):
         one.call(2).result()
     assert len(lost) == 1
     assert one.call(3).result().version == 3
@@ -306,9 +300,9 @@ def test_the_next_version_covers_those_that_failed(
     one.faulty.add(Fault(*failure, times=2))
     for step in (1, 2):
         error = one.call(step).exception(60)
-        assert isinstance(error, DeltaChainError)
+        assert isinstance(error, errors.DeltaChainError)
         if on_error == "raise":
-            with pytest.raises(DeltaChainError) as raised:
+            with pytest.raises(errors.DeltaChainError) as raised:
                 one.publisher.flush()
             assert raised.value is error
         else:
@@ -346,8 +340,8 @@ def test_a_close_says_that_the_last_version_is_missing_unless_it_was_made_up_for
 def test_an_error_is_raised_once_by_the_next_call(begin: Begin, when_busy: str) -> None:
     one = begin(when_busy=when_busy)
     one.faulty.add(Fault("fail", "deltas/"))
-    assert isinstance(one.call(1).exception(60), StoreUnavailableError)
-    with pytest.raises(StoreUnavailableError):
+    assert isinstance(one.call(1).exception(60), errors.StoreUnavailableError)
+    with pytest.raises(errors.StoreUnavailableError):
         one.call(2)
     one.publish(3)
     one.assert_head_is(1)
@@ -372,10 +366,10 @@ def test_a_commit_that_turns_out_to_have_happened_is_not_repeated(
     one = begin(on_error=on_error)
     # The reply is lost, and the read-back says that there is nothing: a store that lags.
     one.faulty.add(Fault("lose-reply", "manifests/"), Fault("hide", manifest_key(1)))
-    assert isinstance(one.call(1).exception(60), StoreUnavailableError)
+    assert isinstance(one.call(1).exception(60), errors.StoreUnavailableError)
     after_first = bits_of(one.model)
     if on_error == "raise":
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(errors.StoreUnavailableError):
             one.publisher.flush()
     one.publish(2)
     assert same(recompute(one.store)[1].state, after_first)
@@ -392,9 +386,9 @@ def test_an_unknown_outcome_is_not_forgotten_while_the_store_is_down(
         one.faulty.down = True
 
     one.faulty.add(Fault("lose-reply", "manifests/"), Fault(go_down, "manifests/"))
-    assert isinstance(one.call(1).exception(60), StoreUnavailableError)
+    assert isinstance(one.call(1).exception(60), errors.StoreUnavailableError)
     after_first = bits_of(one.model)
-    refused = pytest.raises(StoreUnavailableError) if on_error == "raise" else nullcontext()
+    refused = pytest.raises(errors.StoreUnavailableError) if on_error == "raise" else nullcontext()
     for step in (2, 3):  # still down: each call fails as the first did, or is left to the next
         with refused:
             one.call(step)
@@ -434,17 +428,17 @@ def test_a_publisher_that_was_taken_over_stays_fenced_and_says_so(begin: Begin) 
     assert (owner.publisher.version, owner.publisher.epoch) == (1, 1)
     future = fenced.call(1)
     for step in (2, 3):
-        with pytest.raises(PublisherFencedError, match="another publisher"):
+        with pytest.raises(errors.PublisherFencedError, match="another publisher"):
             fenced.publish(step)
         owner.publish(10 + step)
-    assert isinstance(future.exception(0), PublisherFencedError)
+    assert isinstance(future.exception(0), errors.PublisherFencedError)
     owner.assert_head_is(3)
 
 
 def test_a_publisher_fenced_between_upload_and_commit_commits_nothing(begin: Begin) -> None:
     fenced = begin()
     fenced.faulty.add(Fault(begin, "manifests/"))
-    with pytest.raises(PublisherFencedError):
+    with pytest.raises(errors.PublisherFencedError):
         fenced.publish(1)
     assert_head_is(plain_model(), 1, fenced.store)
 
@@ -452,10 +446,10 @@ def test_a_publisher_fenced_between_upload_and_commit_commits_nothing(begin: Beg
 def test_an_unknown_outcome_that_another_publisher_decided_is_fenced(begin: Begin) -> None:
     fenced = begin()
     fenced.faulty.add(Fault("fail", "manifests/"))
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         fenced.publish(1)
     owner = begin()
-    with pytest.raises(PublisherFencedError):
+    with pytest.raises(errors.PublisherFencedError):
         fenced.publish(2)
     owner.assert_head_is(1)
 
@@ -463,10 +457,10 @@ def test_an_unknown_outcome_that_another_publisher_decided_is_fenced(begin: Begi
 def test_missing_permission_is_not_mistaken_for_an_unknown_outcome(begin: Begin) -> None:
     one = begin()
     one.faulty.add(Fault("refuse", "manifests/"))
-    with pytest.raises(StorePermissionError):
+    with pytest.raises(errors.StorePermissionError):
         one.publish(1)
     one.faulty.add(Fault("fail", "deltas/"))
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         one.publish(2)
     one.publish(3)
     one.assert_head_is(1)

@@ -5,23 +5,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from deltachain import errors
 from deltachain.chain.chain import Chain
 from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
-from deltachain.errors import (
-    ConfigError,
-    DigestMismatchError,
-    SignatureError,
-    StoreUnavailableError,
-)
 from deltachain.format.documents import Edge, EdgeRecord, Manifest, seal, unseal
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key, signature_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer
 from deltachain.verify import verify
+from tests.support.backup import objects_of
 from tests.support.models import TinyModel, bits_of, same
 from tests.unit.manifest_chains import TABLE, SingleWriterStore, manifest_after
-from tests.unit.publish.chains import Attach, NewThreads, keys_of, publish
+from tests.unit.publish.chains import Attach, NewThreads, publish
 
 KEY, OTHER = (SigningKey.of(bytes([seed]) * 32) for seed in (1, 2))
 TRUSTED = Trust(trusted=TrustedKeys((KEY.public,)))
@@ -83,31 +79,31 @@ def test_a_signed_chain_goes_on_with_a_key_alone_and_from_no_unsigned_version(
     attach: Attach, store: MemoryStore, key_file: Path
 ) -> None:
     attach(TinyModel(), signing_key=key_file).close()
-    before = keys_of(store).keys()
-    with pytest.raises(ConfigError, match="has no signing key"):
+    before = objects_of(store).keys()
+    with pytest.raises(errors.ConfigError, match="has no signing key"):
         attach(TinyModel())
-    assert keys_of(store).keys() == before
+    assert objects_of(store).keys() == before
     chain = Chain.open(store, Trust())
     head = chain.read(0)
     edge = Edge(kind="delta", base=0)
     chain.commit(
         replace(head.manifest, version=1, parent=head.digest, base_state="", edge=edge, recent=())
     )
-    before = keys_of(store).keys()
-    with pytest.raises(SignatureError, match="it has no signature"):
+    before = objects_of(store).keys()
+    with pytest.raises(errors.SignatureError, match="it has no signature"):
         attach(TinyModel(), signing_key=key_file)
-    assert keys_of(store).keys() == before
+    assert objects_of(store).keys() == before
 
 
 def test_a_publisher_with_a_key_takes_no_unsigned_chain(
     attach: Attach, store: MemoryStore, key_file: Path
 ) -> None:
     attach(TinyModel()).close()
-    with pytest.raises(SignatureError) as caught:
+    with pytest.raises(errors.SignatureError) as caught:
         attach(TinyModel(), signing_key=key_file)
     assert "deltachain sign" in caught.value.hint
     store.delete(CHAIN_KEY)
-    with pytest.raises(SignatureError, match="manifests/"):
+    with pytest.raises(errors.SignatureError, match="manifests/"):
         attach(TinyModel(), signing_key=key_file)
     assert store.find(CHAIN_KEY) is None
 
@@ -119,7 +115,7 @@ def test_a_new_key_goes_on_where_the_old_one_is_trusted(
     attach(model, signing_key=key_file).close()
     new = key_file.with_name("new")
     new.write_bytes(OTHER.pem())
-    with pytest.raises(SignatureError):
+    with pytest.raises(errors.SignatureError):
         attach(model, signing_key=new)
     monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(KEY.public))
     publish(attach(model, signing_key=new), model, 1)
@@ -169,7 +165,7 @@ class DecidingStore(MemoryStore):
         super().put_if_absent(key, data)
         if key == manifest_key(1):
             change(self, key)
-            raise StoreUnavailableError("the reply was lost", key=key)
+            raise errors.StoreUnavailableError("the reply was lost", key=key)
 
 
 class UndecidingStore(SingleWriterStore):
@@ -190,7 +186,7 @@ def test_a_manifest_that_is_read_back_must_have_the_bytes_that_were_put(
     store = kind()
     chain = Chain.create(store, TABLE, chain_id="one", time=0.0, assets={}, trust=trust)
     first = chain.commit(manifest_after(None))
-    with pytest.raises(DigestMismatchError, match="manifests/"):
+    with pytest.raises(errors.DigestMismatchError, match="manifests/"):
         chain.commit(manifest_after(first))
-    with pytest.raises(DigestMismatchError):
+    with pytest.raises(errors.DigestMismatchError):
         chain.settle(manifest_after(first))

@@ -9,70 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from deltachain import errors
 from deltachain.chain.chain import Chain
-from deltachain.errors import (
-    ChainError,
-    ConfigError,
-    ForkedChainError,
-    LeaderReplacedError,
-    PoisonedError,
-    TensorMismatchError,
-)
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
 from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
 from deltachain.replica.moved_tensors import LiveRecord
-from deltachain.replica.swap import PauseHolds, ReplicaTarget
+from deltachain.replica.swap import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Sharding
 from tests.support.models import TinyModel
 from tests.support.values import eventually, present
 from tests.unit.replica.replicas import SHAPES, Followed, led
-
-
-class Paused:
-    """An engine; ``meanwhile`` is called once a pause has taken effect, before it returns."""
-
-    def __init__(self) -> None:
-        self.is_held = False
-        self.meanwhile: Any = lambda: None
-
-    def is_paused(self) -> bool:
-        return self.is_held
-
-    def pause(self, *, in_doubt: bool = False) -> None:
-        del in_doubt
-        self.is_held = True
-        self.meanwhile()
-
-    def resume(self) -> None:
-        self.is_held = False
-
-
-def test_a_look_while_a_pause_takes_effect_does_not_take_it_for_that_of_others() -> None:
-    engine: Any = Paused()
-    holds = PauseHolds(engine)
-    engine.meanwhile = holds.look
-    holds.hold()
-    holds.look()
-    assert not holds.why
-    holds.go_on()
-    assert not engine.is_held
-
-
-def test_a_pause_that_failed_is_not_ours() -> None:
-    engine: Any = Paused()
-    holds = PauseHolds(engine)
-
-    def fail() -> None:
-        raise OSError("the engine is gone")
-
-    engine.meanwhile = fail
-    with pytest.raises(OSError, match="gone"):
-        holds.hold()
-    holds.look()
-    assert holds.why == "paused by another client"
 
 
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2"])
@@ -156,7 +105,7 @@ def test_a_leader_with_the_chain_of_another_model_replaces_nobody(here: Followed
     staged = present(here.subscriber.stage())
     stranger = _of_another_model(here)
     for _ in range(2):
-        with pytest.raises(TensorMismatchError):
+        with pytest.raises(errors.TensorMismatchError):
             stranger.open()
     assert here.holds(1)
     here.subscriber.swap(staged)
@@ -172,8 +121,8 @@ def test_a_leader_with_the_chain_of_another_model_replaces_nobody(here: Followed
 @pytest.mark.parametrize("call", ["attach", "agree"])
 def test_a_leader_that_one_rank_refuses_replaces_nobody(here: Followed, call: str) -> None:
     later = here.subscribe()
-    here.engine.faults.refuses[1, call] = ConfigError("this rank does not want it")
-    with pytest.raises(ConfigError, match="does not want it"):
+    here.engine.faults.refuses[1, call] = errors.ConfigError("this rank does not want it")
+    with pytest.raises(errors.ConfigError, match="does not want it"):
         later.open()
     here.engine.faults.refuses.clear()
     target = later.target
@@ -184,7 +133,7 @@ def test_a_leader_that_one_rank_refuses_replaces_nobody(here: Followed, call: st
     assert here.holds(2)
     here.publish(3)
     later.open()
-    with pytest.raises(LeaderReplacedError):
+    with pytest.raises(errors.LeaderReplacedError):
         here.subscriber.update()
     later.update()
     assert here.holds(3)
@@ -201,7 +150,7 @@ def test_of_two_that_attach_at_once_the_last_leads(here: Followed) -> None:
         return call(request)
 
     here.engine.call = between  # type: ignore[method-assign]
-    with pytest.raises(LeaderReplacedError):
+    with pytest.raises(errors.LeaderReplacedError):
         first.open()
     last.update()
     assert here.holds(2)
@@ -277,19 +226,6 @@ def test_a_replica_that_never_was_at_the_head_is_not_ready(followed: Build) -> N
         assert leader.status().ready
 
 
-def test_a_scrub_that_finds_something_heals(followed: Build) -> None:
-    here = followed()
-    here.publish(1, 2)
-    with led(here) as leader:
-        leader.update()
-        assert leader.scrub()
-        here.scribble(0, NORM)
-        assert not leader.scrub()
-        assert here.holds(2)
-        assert leader.status().ready
-        assert not here.engine.paused
-
-
 @pytest.mark.parametrize("ordered", [1, 3])
 def test_a_replica_that_does_not_follow_heals_where_it_was_ordered_to_be(
     followed: Build, ordered: int
@@ -328,7 +264,7 @@ def test_a_poisoned_replica_is_rolled_back(followed: Build, to: int) -> None:
         leader.update(3)
         here.scribble(0, NORM)
         assert not leader.subscriber.scrub()
-        with pytest.raises(ChainError, match="cannot roll back from version None to 4"):
+        with pytest.raises(errors.ChainError, match="cannot roll back from version None to 4"):
             leader.rollback(4)
         assert leader.rollback(to).version == to
         assert here.holds(to)
@@ -348,7 +284,7 @@ def test_a_replica_in_doubt_does_not_resume(followed: Build) -> None:
         assert (status.poisoned, status.ready, status.version) == (True, False, None)
         assert here.engine.paused
         assert here.engine.events[-1] == "pause in doubt"
-        with pytest.raises(PoisonedError, match="stays paused"):
+        with pytest.raises(errors.PoisonedError, match="stays paused"):
             leader.resume()
         assert here.engine.paused
         here.faulty.down = False
@@ -392,7 +328,7 @@ def test_a_rollback_stays_until_it_is_released(followed: Build) -> None:
         assert leader.update() is None
         assert (leader.status().version, leader.status().pinned) == (1, True)
         assert leader.status().ready
-        with pytest.raises(ChainError, match="cannot roll back"):
+        with pytest.raises(errors.ChainError, match="cannot roll back"):
             leader.rollback(2)
         leader.release()
         leader.update()
@@ -409,7 +345,7 @@ def test_a_release_follows_again_where_following_has_ended(
         leader.start()
         eventually(lambda: leader.status().ready)
         with monkeypatch.context() as patch:
-            fork = ForkedChainError("two chains")
+            fork = errors.ForkedChainError("two chains")
             patch.setattr(leader.subscriber, "update", Mock(side_effect=fork))
             patch.setattr(leader.subscriber, "stage", Mock(side_effect=fork))
             here.publish(3)
@@ -451,23 +387,9 @@ def test_a_replaced_leader_confirms_no_version(followed: Build) -> None:
         other = here.subscribe()
         other.rollback(1)
         assert here.holds(1)
-        with pytest.raises(LeaderReplacedError):
+        with pytest.raises(errors.LeaderReplacedError):
             leader.update(2, manifest=held.manifest)
         assert not leader.status().ready
-
-
-def test_what_others_paused_stays_paused(followed: Build) -> None:
-    here = followed()
-    here.publish(1, 2, 3)
-    with led(here) as leader:
-        leader.update(0)
-        here.engine.pause()
-        leader.update(1)
-        leader.update(2)
-        assert here.engine.paused
-        here.engine.resume()
-        leader.update(3)
-        assert not here.engine.paused, "nobody paused it this time"
 
 
 def test_a_pause_of_others_outlives_doubt(followed: Build) -> None:

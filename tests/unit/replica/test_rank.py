@@ -12,17 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deltachain import errors
 from deltachain.codec import Change, encode_part
 from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    DigestMismatchError,
-    EngineDamagedError,
-    ObjectNotFoundError,
-    PartialApplyError,
-    TensorMismatchError,
-)
 from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key
 from deltachain.kernels import torch_kernels
@@ -107,7 +99,7 @@ def test_a_host_fetches_the_ranges_that_its_ranks_hold(
         assert store.nbytes > ref.nbytes
     else:
         assert store.nbytes < 0.6 * ref.nbytes
-        with pytest.raises(DigestMismatchError):
+        with pytest.raises(errors.DigestMismatchError):
             plans["w3"].read(0, 1 << 22)
 
 
@@ -142,10 +134,10 @@ def test_a_fetch_ends_with_its_first_error(tmp_path: Path, monkeypatch: pytest.M
     index = SpoolIndex(objects=tuple(SpooledObject(ref=one, edge=0) for one in refs))
     monkeypatch.setattr(fetcher, "open_store", lambda _: store)
     spool = Spool.create(tmp_path, index)
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         fetcher.fill(spool, index, store.url)
     assert store.nbytes < 30 * ref.nbytes
-    with pytest.raises(ApplyError, match="was not fetched"):
+    with pytest.raises(errors.ApplyError, match="was not fetched"):
         list(SpoolReader(spool.folder).tensor_plans())
 
 
@@ -393,7 +385,7 @@ def test_a_plan_for_a_refused_tensor_is_refused(bench: Bench) -> None:
     classes["norm.weight"] = "refused"
     holders = {name: ("0",) * len(one.windows) for name, one in report.items()}
     bench.rank.agree(classes, holders)
-    with pytest.raises(TensorMismatchError, match=r"'norm\.weight' cannot be written"):
+    with pytest.raises(errors.TensorMismatchError, match=r"'norm\.weight' cannot be written"):
         bench.stage(1)
     assert bench.rank.staged == {}
     assert bench.model.holds(bench.old)
@@ -422,7 +414,7 @@ def test_what_the_engine_does_meanwhile_voids_what_was_staged(
     bench.stage(1)
     change(bench.model)
     before = {name: tensor.clone() for name, tensor in bench.model.tensors().items()}
-    with pytest.raises(BaseMismatchError, match=why):
+    with pytest.raises(errors.BaseMismatchError, match=why):
         bench.rank.swap(1, 1, back=False)
     assert bench.rank.staged == {}
     assert all(torch.equal(before[n], tensor) for n, tensor in bench.model.tensors().items())
@@ -448,7 +440,9 @@ def test_an_engine_that_arranged_its_experts_anew_is_written_to_no_more(
         maps["expert_map"] = torch.arange(4).flip(0)
     assert rank.loads_the_same()
     for _ in range(2):
-        with pytest.raises(EngineDamagedError, match="arranged its experts anew: 'expert_map'"):
+        with pytest.raises(
+            errors.EngineDamagedError, match="arranged its experts anew: 'expert_map'"
+        ):
             rank.check_addresses()
 
 
@@ -461,12 +455,12 @@ def test_a_stage_that_began_before_tensors_were_replaced_is_void(
     def overtaken(*arguments: Any) -> RankStaged:
         staged = stage(*arguments)
         replace_norm(bench.model)
-        with suppress(BaseMismatchError):
+        with suppress(errors.BaseMismatchError):
             rank.check_addresses()
         return staged
 
     monkeypatch.setattr(rank_module, "stage", overtaken)
-    with pytest.raises(BaseMismatchError, match="what they hold is not"):
+    with pytest.raises(errors.BaseMismatchError, match="what they hold is not"):
         bench.stage(1)
     assert rank.staged == {}
 
@@ -502,7 +496,7 @@ def test_what_the_engine_did_not_load_after_all_is_read_back_and_taken_back(
     assert readable == {"shadow"}, "its weight is beside what it computes from"
     reload = bench.model.reload
     monkeypatch.setattr(bench.model, "reload", lambda _: None)
-    with pytest.raises(PartialApplyError, match=r"shadow\.weight' is not what was loaded"):
+    with pytest.raises(errors.PartialApplyError, match=r"shadow\.weight' is not what was loaded"):
         bench.rank.swap(1, 1, back=False)
     assert bench.model.holds(bench.old)
     monkeypatch.setattr(bench.model, "reload", reload)

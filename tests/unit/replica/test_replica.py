@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltachain import errors
 from deltachain.chain.trust import SigningKey
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    ConfigError,
-    DigestMismatchError,
-    PartialApplyError,
-    TensorMismatchError,
-)
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.kernels import torch_kernels
 from deltachain.replica.engine import run_on
@@ -156,7 +149,7 @@ def test_the_thread_of_the_loop_is_refused_at_once() -> None:
     async def main() -> None:
         run_on(asyncio.get_running_loop(), _answer(7))
 
-    with pytest.raises(ConfigError, match="runs the event loop of the engine") as caught:
+    with pytest.raises(errors.ConfigError, match="runs the event loop of the engine") as caught:
         asyncio.run(main())
     assert "asyncio.to_thread" in caught.value.hint
 
@@ -168,8 +161,8 @@ async def _asked(found: object) -> object:
 @pytest.mark.parametrize(
     ("raised", "kind", "told"),
     [
-        (RuntimeError("EngineCore died"), ApplyError, "did not answer: EngineCore died"),
-        (PartialApplyError("taken back"), PartialApplyError, "taken back"),
+        (RuntimeError("EngineCore died"), errors.ApplyError, "did not answer: EngineCore died"),
+        (errors.PartialApplyError("taken back"), errors.PartialApplyError, "taken back"),
     ],
 )
 def test_another_thread_gets_the_answer_or_a_typed_error(
@@ -296,7 +289,9 @@ def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
     here = followed(Sharding(tp=2, odd=("stuck",)))
     here.publish(1)
     before = here.engine.bits()
-    with pytest.raises(TensorMismatchError, match=r"2 of \d+ tensors have no proven way") as caught:
+    with pytest.raises(
+        errors.TensorMismatchError, match=r"2 of \d+ tensors have no proven way"
+    ) as caught:
         here.subscriber.update()
     assert caught.value.tensor == "layers.0.stuck.weight"
     assert here.engine.bits() == before
@@ -315,7 +310,7 @@ def test_steps_from_different_bits_are_refused_and_then_healed(followed: Build, 
     one, two = (here.truth[version]["norm.weight"].view(torch.int16) for version in (1, 2))
     here.scribble(rank, "norm.weight", int((one != two).nonzero()[0]))
     before = here.engine.bits()
-    with pytest.raises(BaseMismatchError, match="ranks 0,1 hold different bits"):
+    with pytest.raises(errors.BaseMismatchError, match="ranks 0,1 hold different bits"):
         here.subscriber.update()
     assert here.engine.bits() == before
     here.subscriber.update()
@@ -340,7 +335,7 @@ def test_a_foreign_write_is_refused_and_then_healed(followed: Build, shape: str,
     here.publish(2, share=1.0)
     here.scribble(here.shape.ranks - 1, name)
     before = here.engine.bits()
-    with pytest.raises(BaseMismatchError):
+    with pytest.raises(errors.BaseMismatchError):
         here.subscriber.update()
     assert here.engine.bits() == before
     assert here.subscriber.version is None
@@ -383,7 +378,9 @@ def test_tensors_that_the_engine_replaced_are_found_again_and_healed(
         assert not here.subscriber.scrub()
     else:
         here.publish(2)
-        with pytest.raises(BaseMismatchError, match="rank 1: the engine replaced live tensors"):
+        with pytest.raises(
+            errors.BaseMismatchError, match="rank 1: the engine replaced live tensors"
+        ):
             here.subscriber.update()
     assert here.subscriber.version is None
     here.subscriber.update()
@@ -439,7 +436,7 @@ def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
     here.publish(1)
     here.subscriber.open()
     here.faulty.add(Fault("corrupt", "deltas/", times=None))
-    with pytest.raises(DigestMismatchError):
+    with pytest.raises(errors.DigestMismatchError):
         here.subscriber.update()
     assert here.holds(0)
     assert here.engine.events == []

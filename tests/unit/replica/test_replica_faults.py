@@ -15,18 +15,8 @@ import msgspec
 import pytest
 
 import deltachain
+from deltachain import errors
 from deltachain.chain.chain import Chain
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    ChainError,
-    DeltaChainError,
-    LeaderReplacedError,
-    PartialApplyError,
-    PoisonedError,
-    StoreError,
-    TensorMismatchError,
-)
 from deltachain.replica import leader as engine_watch
 from deltachain.replica import swap as client
 from deltachain.replica.leader import EngineWatch, Leader
@@ -130,7 +120,7 @@ def test_the_lag_counts_from_what_a_publisher_announced(followed: Build) -> None
         leader.start()
         here.publish(1, 2)
         here.faulty.down = True
-        with pytest.raises(StoreError):
+        with pytest.raises(errors.StoreError):
             leader.update(2, manifest="0" * 64)
         status = leader.status()
         assert (status.version, status.head, status.lag_versions) == (0, 2, 2)
@@ -144,7 +134,7 @@ def test_an_operators_wish_is_no_version_that_anybody_saw(followed: Build) -> No
     here = followed()
     with led(here) as leader:
         leader.start()
-        with pytest.raises(ChainError):
+        with pytest.raises(errors.ChainError):
             leader.update(10**9)
         assert leader.status().head == 0
 
@@ -298,8 +288,8 @@ def test_a_look_while_a_pause_takes_effect_does_not_take_it_for_that_of_others(
 
 def test_a_pause_that_failed_is_not_ours(watched_ranks: Followed) -> None:
     engine, holds = watched_ranks.engine, PauseHolds(watched_ranks.engine)
-    engine.faults.pause = ApplyError("the engine is gone")
-    with pytest.raises(ApplyError, match="gone"):
+    engine.faults.pause = errors.ApplyError("the engine is gone")
+    with pytest.raises(errors.ApplyError, match="gone"):
         holds.hold()
     engine.paused = True  # it has taken effect all the same
     holds.look()
@@ -311,7 +301,7 @@ def test_a_leader_that_was_replaced_says_so_without_being_called(watched_ranks: 
         other.start()
         found = has(leader, "rank 0: another leader has attached")
         assert found.fault == found.reason
-        assert isinstance(leader.trouble, LeaderReplacedError)
+        assert isinstance(leader.trouble, errors.LeaderReplacedError)
         assert other.status().ready
 
 
@@ -328,7 +318,7 @@ def test_an_engine_is_watched_too_where_the_caller_follows(watched_ranks: Follow
 def test_a_sleeping_engine_is_not_asked(watched_ranks: Followed) -> None:
     with watched(watched_ranks) as leader:
         leader.released = frozenset({"weights"})
-        refuses = mock.Mock(side_effect=ApplyError("the engine has released its weights"))
+        refuses = mock.Mock(side_effect=errors.ApplyError("the engine has released its weights"))
         with mock.patch.object(leader.target, "look", refuses):
             count = refuses.call_count
             has(leader, "asleep")
@@ -339,7 +329,7 @@ def test_a_sleeping_engine_is_not_asked(watched_ranks: Followed) -> None:
 
 def test_an_update_session_of_another_client_is_an_answer(watched_ranks: Followed) -> None:
     with watched(watched_ranks) as leader:
-        session = mock.Mock(side_effect=PartialApplyError("an open update session"))
+        session = mock.Mock(side_effect=errors.PartialApplyError("an open update session"))
         with mock.patch.object(leader.target, "look", session):
             eventually(lambda: session.call_count > 50)
             assert leader.status().ready
@@ -360,11 +350,11 @@ def heals(here: Followed, version: int = 2) -> bool:
     return here.holds(version) and here.subscriber.scrub()
 
 
-REFUSALS = (ApplyError("no memory"), TensorMismatchError("no way"))
+REFUSALS = (errors.ApplyError("no memory"), errors.TensorMismatchError("no way"))
 MIXED = ("shifted", "fewer", "stale")
 WRITTEN = SwapReply(seconds=0, version=2, pid=1)
 
-Case: TypeAlias = tuple[Faults, type[DeltaChainError], str]
+Case: TypeAlias = tuple[Faults, type[errors.DeltaChainError], str]
 """Faults, and the error with its words that they lead to."""
 
 UNWRITTEN: dict[str, Case] = {
@@ -379,7 +369,7 @@ UNWRITTEN: dict[str, Case] = {
     **{
         f"dies in a {verb}, {first}": (
             Faults(dies={verb: first}),
-            ApplyError,
+            errors.ApplyError,
             f"did not answer '{verb}'",
         )
         for verb, first in product(("stage", "poll"), (False, True))
@@ -387,7 +377,7 @@ UNWRITTEN: dict[str, Case] = {
     **{
         f"{fault} answers to {verb}": (
             Faults(**{fault: {verb}}),  # type: ignore[arg-type]
-            PoisonedError,
+            errors.PoisonedError,
             f"mixed up its ranks' answers to '{verb}'",
         )
         for fault, verb in product(MIXED, ("stage", "poll"))
@@ -395,7 +385,7 @@ UNWRITTEN: dict[str, Case] = {
     **{
         f"truncated answer to {verb}": (
             Faults(truncated={verb}),
-            ApplyError,
+            errors.ApplyError,
             "cannot read a rank's reply",
         )
         for verb in ("stage", "poll")
@@ -403,7 +393,7 @@ UNWRITTEN: dict[str, Case] = {
     **{
         f"{type(reply).__name__} to {verb}": (
             Faults(mistyped={verb: reply}),
-            PoisonedError,
+            errors.PoisonedError,
             f"ranks' answers to '{verb}'",
         )
         for verb, reply in (("stage", PendingReply()), ("poll", StartedReply()), ("poll", WRITTEN))
@@ -427,7 +417,7 @@ def test_a_stage_that_fails_has_written_nothing(here: Followed, case: str) -> No
 
 def test_a_status_of_another_type_is_not_believed(here: Followed) -> None:
     here.engine.faults.mistyped["status"] = StartedReply()
-    with pytest.raises(PartialApplyError, match="ranks' answers to 'status'"):
+    with pytest.raises(errors.PartialApplyError, match="ranks' answers to 'status'"):
         here.subscriber.update()
     assert here.holds(1)
     assert "write" not in here.engine.events
@@ -436,40 +426,40 @@ def test_a_status_of_another_type_is_not_believed(here: Followed) -> None:
 UNKNOWN: dict[str, Case] = {
     "cannot take back": (
         Faults(writes={(0, "write", 4): LOST, (0, "write", 6): LOST}),
-        PoisonedError,
+        errors.PoisonedError,
         "so did taking it back",
     ),
     "cannot take back what another failed at": (
         Faults(writes={(1, "write", 4): LOST, (0, "take back", 2): LOST}),
-        PoisonedError,
+        errors.PoisonedError,
         "could not be taken back on every other rank",
     ),
     **{
-        f"dies, {first}": (Faults(dies={"swap": first}), ApplyError, "did not answer 'swap'")
+        f"dies, {first}": (Faults(dies={"swap": first}), errors.ApplyError, "did not answer 'swap'")
         for first in (False, True)
     },
     **{
         f"{fault} answers": (
             Faults(**{fault: {"swap"}}),  # type: ignore[arg-type]
-            PoisonedError,
+            errors.PoisonedError,
             "mixed up its ranks' answers to 'swap'",
         )
         for fault in MIXED
     },
     "mistyped answer": (
         Faults(mistyped={"swap": StartedReply()}),
-        PoisonedError,
+        errors.PoisonedError,
         "ranks' answers to 'swap'",
     ),
     "truncated answer": (
         Faults(truncated={"swap"}),
-        ApplyError,
+        errors.ApplyError,
         "cannot read a rank's reply",
     ),
     # its weights are there, but what older ones cached may be as well
     "cannot be named": (
-        Faults(name=ApplyError("the prefix cache could not be reset")),
-        ApplyError,
+        Faults(name=errors.ApplyError("the prefix cache could not be reset")),
+        errors.ApplyError,
         "prefix cache",
     ),
 }
@@ -518,7 +508,7 @@ def test_a_rank_that_stages_something_else_is_found_out(
 
     lies_when_polled(here, monkeypatch, lie)
     before = here.engine.bits()
-    with pytest.raises(BaseMismatchError):
+    with pytest.raises(errors.BaseMismatchError):
         here.subscriber.update()
     assert here.engine.bits() == before
     assert here.engine.events == []
@@ -528,7 +518,9 @@ def test_a_rank_that_leaves_elements_out_is_found_out(
     here: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lies_when_polled(here, monkeypatch, lambda reply: msgspec.structs.replace(reply, effects=()))
-    with pytest.raises(BaseMismatchError, match=r"the ranks would write [\d,]+ of [\d,]+ elements"):
+    with pytest.raises(
+        errors.BaseMismatchError, match=r"the ranks would write [\d,]+ of [\d,]+ elements"
+    ):
         here.subscriber.update()
     assert here.engine.events == []
 
@@ -539,14 +531,14 @@ def test_a_rank_that_never_ends_staging_is_given_up(
     monkeypatch.setattr(client, "STAGE_S", 0.05)
     handlers: dict[Any, Any] = here.engine.services[1]._handlers
     monkeypatch.setitem(handlers, PollRequest, lambda _: PendingReply())
-    with pytest.raises(ApplyError, match="some rank did not stage within"):
+    with pytest.raises(errors.ApplyError, match="some rank did not stage within"):
         here.subscriber.update()
     assert here.engine.events == []
 
 
 def test_an_engine_that_does_not_pause_is_not_written_to(here: Followed) -> None:
-    here.engine.faults.pause = ApplyError("busy")
-    with pytest.raises(PartialApplyError, match="did not pause"):
+    here.engine.faults.pause = errors.ApplyError("busy")
+    with pytest.raises(errors.PartialApplyError, match="did not pause"):
         here.subscriber.update()
     assert here.engine.events == ["pause", "resume"]
     assert here.holds(1)
@@ -565,7 +557,9 @@ def test_a_failure_on_one_rank_is_taken_back_on_all(
 ) -> None:
     here.engine.faults.writes.update({(rank, "write", nth): LOST for rank in ranks})
     before = here.engine.bits()
-    with pytest.raises(PartialApplyError, match=f"rank {ranks[0]}: .*every rank has its old bits"):
+    with pytest.raises(
+        errors.PartialApplyError, match=f"rank {ranks[0]}: .*every rank has its old bits"
+    ):
         here.subscriber.update()
     assert not here.engine.faults.writes, "it was to fail"
     assert here.engine.bits() == before
@@ -582,7 +576,7 @@ def test_who_failed_is_not_asked_to_write_again(here: Followed) -> None:
     here.engine.faults.writes[1, "write", 4] = LOST
     here.engine.faults.writes[1, "take back", 3] = LOST
     before = here.engine.bits()
-    with pytest.raises(PartialApplyError):
+    with pytest.raises(errors.PartialApplyError):
         here.subscriber.update()
     assert (1, "take back", 3) in here.engine.faults.writes
     assert here.engine.bits() == before
@@ -592,7 +586,7 @@ def test_a_rank_that_forgot_its_ticket_keeps_the_others_from_writing(here: Follo
     staged = present(here.subscriber.stage())
     here.engine.services[0].rank.keep([])
     before = here.engine.bits()
-    with pytest.raises(PartialApplyError, match="rank 0: nothing is staged under ticket"):
+    with pytest.raises(errors.PartialApplyError, match="rank 0: nothing is staged under ticket"):
         here.subscriber.swap(staged)
     assert here.engine.bits() == before
     assert here.engine.events[-1] == "resume"
@@ -602,7 +596,7 @@ def test_a_rank_that_forgot_its_ticket_keeps_the_others_from_writing(here: Follo
 def test_a_failed_rollback_leaves_the_newer_version(here: Followed, rank: int) -> None:
     here.subscriber.update()
     here.engine.faults.writes[rank, "take back", 5] = LOST
-    with pytest.raises(PartialApplyError):
+    with pytest.raises(errors.PartialApplyError):
         here.subscriber.rollback()
     assert here.holds(2)
     assert (here.subscriber.version, here.subscriber.pinned) == (2, False)
@@ -619,7 +613,7 @@ def test_without_the_old_bits_a_failure_poisons(followed: Build, rank: int) -> N
     here = followed(stage_budget=0)
     here.publish(1, 2)
     here.engine.faults.writes[rank, "write", 4] = LOST
-    with pytest.raises(PoisonedError):
+    with pytest.raises(errors.PoisonedError):
         here.subscriber.update()
     assert here.engine.paused
     assert here.subscriber.version is None
@@ -638,7 +632,7 @@ def test_tensors_replaced_between_stage_and_swap_poison(here: Followed) -> None:
     staged = present(here.subscriber.stage())
     live = here.engine.models[1].root.get_parameter("norm.weight")
     live.data = live.data.clone()
-    with pytest.raises(PoisonedError, match="replaced live tensors"):
+    with pytest.raises(errors.PoisonedError, match="replaced live tensors"):
         here.subscriber.swap(staged)
     assert here.engine.paused
     assert heals(here)
@@ -668,7 +662,7 @@ def test_a_load_that_fails_is_taken_back_or_poisons(followed: Build, kind: str, 
             raise OSError("device lost")
 
     here.engine.models[1].failing = fail
-    error = PartialApplyError if times == 1 else PoisonedError
+    error = errors.PartialApplyError if times == 1 else errors.PoisonedError
     why = "could not load version 2" if times == 1 else "neither version 2 nor the old bits"
     with pytest.raises(error, match=why):
         here.subscriber.update()

@@ -22,19 +22,9 @@ from deltachain.errors import (
     PartialApplyError,
 )
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica import spool
+from deltachain.replica import messages, spool
 from deltachain.replica.fetcher import folder_id, hosts_of, sees_probe, shown
 from deltachain.replica.leader import Leader
-from deltachain.replica.messages import (
-    AttachRequest,
-    RankReply,
-    RankRequest,
-    Refusal,
-    StageRequest,
-    SwapRequest,
-    decode_reply,
-    encode,
-)
 from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.spool import PROBE, Spool
 from deltachain.replica.swap import PreparedSwap, ReplicaTarget
@@ -69,13 +59,13 @@ class ProcessEngine:
             for number, (spool, fault) in enumerate(zip(spools, faults, strict=True))
         ]
 
-    def call(self, request: RankRequest) -> Sequence[RankReply]:
+    def call(self, request: messages.RankRequest) -> Sequence[messages.RankReply]:
         replies = []
         for number, rank in enumerate(self.ranks):
-            answer = rank.ask(encode(request))
+            answer = rank.ask(messages.encode(request))
             if not answer:
                 raise ApplyError(f"rank {number} has ended")
-            replies.append(decode_reply(answer))
+            replies.append(messages.decode_reply(answer))
         return replies
 
     def is_dead(self) -> bool:
@@ -275,9 +265,9 @@ def test_a_rank_that_cannot_open_the_store_says_so(followed: Build, tmp_path: Pa
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
 def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> None:
     here = followed(Sharding())
-    asked = AttachRequest(url=here.store.url, specs=(), aliases={}, probe=(name, "word"))
+    asked = messages.AttachRequest(url=here.store.url, specs=(), aliases={}, probe=(name, "word"))
     answer = here.engine.services[0].handle(asked)
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, messages.Refusal)
     assert answer.error == "ConfigError"
     assert "is not a spool" in answer.message
 
@@ -434,8 +424,8 @@ def test_nobody_resumes_in_the_middle_of_a_swap(
     writing, go_on = Event(), Event()
     call = here.engine.call
 
-    def slow(request: RankRequest) -> Sequence[RankReply]:
-        if isinstance(request, SwapRequest):
+    def slow(request: messages.RankRequest) -> Sequence[messages.RankReply]:
+        if isinstance(request, messages.SwapRequest):
             writing.set()
             assert go_on.wait(20)
         return call(request)
@@ -462,8 +452,8 @@ def test_two_stages_at_once_forget_nothing_of_each_other(
     first_asks, second_is_done = Event(), Event()
     call = here.engine.call
 
-    def slow(request: RankRequest) -> Sequence[RankReply]:
-        if isinstance(request, StageRequest) and not first_asks.is_set():
+    def slow(request: messages.RankRequest) -> Sequence[messages.RankReply]:
+        if isinstance(request, messages.StageRequest) and not first_asks.is_set():
             first_asks.set()
             second_is_done.wait(0.5)
         return call(request)

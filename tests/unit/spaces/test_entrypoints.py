@@ -185,20 +185,6 @@ def test_a_start_that_was_killed_costs_nothing(
     assert same(read_checkpoint(policy), head)
 
 
-@pytest.mark.full
-def test_a_base_that_the_chain_refers_to_is_given_by_name(tmp_path: Path, start: Start) -> None:
-    state = random_state()
-    base = write_checkpoint(tmp_path / "base", state)
-    head = train(state, 1)
-    trained = write_checkpoint(tmp_path / "trained", head)
-    ok("push", trained, tmp_path / "chain", "--base", base)
-    moved = base.rename(tmp_path / "moved")
-    assert start(WAIT_S="0").returncode != 0
-    done = start(MODEL=str(moved))
-    assert done.returncode == 0, done.stderr
-    assert same(read_checkpoint(tmp_path / "home" / "policy"), head)
-
-
 ROOT: Final = Path(__file__).resolve().parents[3]
 SCRIPT: Final = ROOT / "spaces" / "rollout" / "entrypoint.sh"
 SCRIPTS: Final = sorted(

@@ -13,15 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import FileStore, Store, check_apart
 from deltachain.testing.store import StoreContract
 from tests.support.faults import clock_jump
@@ -180,7 +172,7 @@ def test_leftover_of_a_killed_writer_is_invisible(
     else:
         assert visible == {"a/c", "a/b"}
         assert store.get("a/b") == committed
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(errors.AlreadyExistsError):
             store.put_if_absent("a/b", b"next")
 
 
@@ -368,7 +360,7 @@ def test_full_or_failing_disk_leaves_the_old_object(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing(code))
         for method, key in ((store.put, "a"), (store.put_if_absent, "b")):
-            with pytest.raises(StoreUnavailableError, match=os.strerror(code)) as caught:
+            with pytest.raises(errors.StoreUnavailableError, match=os.strerror(code)) as caught:
                 method(key, b"new")
             assert hint in caught.value.hint
             assert caught.value.retryable
@@ -405,7 +397,7 @@ def test_stale_file_handle_is_opened_once_more(
     store.put("a", b"data")
     monkeypatch.setattr(os, "pread", stale)
     if times > 1:
-        with pytest.raises(StoreUnavailableError, match=r"[Ss]tale"):
+        with pytest.raises(errors.StoreUnavailableError, match=r"[Ss]tale"):
             store.get("a")
     assert store.get_range("a", 1, 2) == b"at"
     assert store.read("a", nbytes=4) == b"data"
@@ -416,7 +408,7 @@ def test_refused_permission(store: FileStore, monkeypatch: pytest.MonkeyPatch, c
     store.put("a", b"data")
     monkeypatch.setattr(os, "open", failing(code))
     for call in calls_of(store):
-        with pytest.raises(StorePermissionError) as caught:
+        with pytest.raises(errors.StorePermissionError) as caught:
             call()
         assert isinstance(caught.value, PermissionError)
         assert "permissions" in caught.value.hint
@@ -443,9 +435,9 @@ def test_read_only_folder_can_be_followed_but_not_written() -> None:
         with ordinary_user():
             assert store.get("a/b") == b"data"
             for refused in (store.put, store.put_if_absent):
-                with pytest.raises(StorePermissionError):
+                with pytest.raises(errors.StorePermissionError):
                     refused("a/c", b"data")
-            with pytest.raises(StorePermissionError):
+            with pytest.raises(errors.StorePermissionError):
                 store.delete("a/b")
         (Path(folder) / "a").chmod(0o755)
 
@@ -455,7 +447,7 @@ def test_file_system_without_links_is_refused_by_name(
     store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "link", failing(code))
-    with pytest.raises(ConfigError, match="no hard links"):
+    with pytest.raises(errors.ConfigError, match="no hard links"):
         store.put_if_absent("a", b"data")
     assert files(store) == set()
 
@@ -482,7 +474,7 @@ def test_link_that_failed_is_not_a_success(
     store.put("taken", b"other")
     monkeypatch.setattr(os, "link", failing(errno.EIO))
     for key in ("a", "taken"):
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(errors.StoreUnavailableError):
             store.put_if_absent(key, b"data")
     assert files(store) == {"taken"}
     assert store.get("taken") == b"other"
@@ -503,7 +495,7 @@ def test_folder_removed_under_a_write_is_made_again_a_few_times(
 
     monkeypatch.setattr("secrets.token_hex", remove)
     if times > 3:
-        with pytest.raises(StoreUnavailableError, match="kept vanishing"):
+        with pytest.raises(errors.StoreUnavailableError, match="kept vanishing"):
             store.put("a/b", b"data")
     else:
         store.put("a/b", b"data")
@@ -521,7 +513,7 @@ def test_object_that_is_truncated_while_it_is_read_is_refused(
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(Exception, match="expected at least 4 bytes, found 0"):
         store.get("a")
-    with pytest.raises(MalformedError, match="large"):
+    with pytest.raises(errors.MalformedError, match="large"):
         store.read("large", nbytes=1024)
 
 
@@ -534,9 +526,9 @@ def test_a_large_object_is_read_in_pieces_and_stays_as_it_was(
     found = store.read("large", nbytes=len(content))
     assert bytes(found) == content
     assert memoryview(found).readonly
-    with pytest.raises(MalformedError, match="large"):
+    with pytest.raises(errors.MalformedError, match="large"):
         store.read("large", nbytes=len(content) - 1)
-    with pytest.raises(ObjectNotFoundError, match="absent"):
+    with pytest.raises(errors.ObjectNotFoundError, match="absent"):
         store.read("absent", nbytes=len(content))
 
 
@@ -586,7 +578,7 @@ def test_no_descriptor_is_leaked(store: FileStore) -> None:
     store.put("a/b/c", b"data")
     for key in ("a/b/c", "a/b", "a/b/c/d", "x/y"):
         for call in (store.get, store.find, store.delete, lambda key: store.put(key, b"")):
-            with suppress(StoreError, ConfigError):
+            with suppress(errors.StoreError, errors.ConfigError):
                 call(key)
     opened = []
     for link in Path("/proc/self/fd").iterdir():
@@ -617,7 +609,7 @@ def test_symbolic_links_do_not_lead_out_of_the_root(store: FileStore, tmp_path: 
         lambda: store.find("file"),
     ]
     for call in calls:
-        with pytest.raises(StorePermissionError) as caught:
+        with pytest.raises(errors.StorePermissionError) as caught:
             call()
         assert "symbolic links" in caught.value.hint
     assert [found.key for found in store.list()] == ["a"]
@@ -646,7 +638,7 @@ def test_other_things_in_the_folder_are_not_objects(store: FileStore) -> None:
     os.mkfifo(root(store) / "fifo")
     assert [found.key for found in store.list()] == ["a"]
     assert store.find("fifo") is None
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         store.get("fifo")
 
 
@@ -667,7 +659,9 @@ def test_root_that_was_taken_away_is_an_outage(tmp_path: Path, root: str) -> Non
     top = tmp_path / root.split("/", maxsplit=1)[0]
     top.rename(tmp_path / "away")
     for read in reads:
-        with pytest.raises(StoreUnavailableError, match="was there, and is not any more") as caught:
+        with pytest.raises(
+            errors.StoreUnavailableError, match="was there, and is not any more"
+        ) as caught:
             read()
         assert "mount" in caught.value.hint
     (tmp_path / "away").rename(top)
@@ -679,7 +673,7 @@ def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"{}")
     calls = calls_of(FileStore(tmp_path / "file"), "get", "find", "list", "put")
     for call in (*calls, *calls_of(FileStore(tmp_path / "file" / "run"), "put")):
-        with pytest.raises(ConfigError, match="not a folder") as caught:
+        with pytest.raises(errors.ConfigError, match="not a folder") as caught:
             call()
         assert "name" in caught.value.hint
 
@@ -687,7 +681,7 @@ def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_key_that_continues_another_is_refused(store: FileStore) -> None:
     store.put("a/b", b"data")
     for key in ("a/b/c", "a"):
-        with pytest.raises(ConfigError, match="in the place of a folder"):
+        with pytest.raises(errors.ConfigError, match="in the place of a folder"):
             store.put(key, b"data")
     assert files(store) == {"a/b"}
 
@@ -714,7 +708,7 @@ def test_key_that_continues_another_is_refused(store: FileStore) -> None:
     ],
 )
 def test_what_is_not_apart_is_refused_by_name(url: str, chain: str, relation: str) -> None:
-    with pytest.raises(ConfigError, match=f"{relation} the chain") as caught:
+    with pytest.raises(errors.ConfigError, match=f"{relation} the chain") as caught:
         check_apart(url, chain)
     assert url.partition("?")[0] in str(caught.value)
     assert "beside the chain" in caught.value.hint
@@ -741,7 +735,7 @@ def test_links_lead_where_they_lead_and_relative_paths_are_those_of_here(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chain").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "chain")
-    with pytest.raises(ConfigError, match="is the URL of"):
+    with pytest.raises(errors.ConfigError, match="is the URL of"):
         check_apart("chain", str(tmp_path / "chain"))
-    with pytest.raises(ConfigError, match="is inside"):
+    with pytest.raises(errors.ConfigError, match="is inside"):
         check_apart(str(tmp_path / "link" / "replicas"), str(tmp_path / "chain"))

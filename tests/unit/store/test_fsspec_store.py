@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    MalformedError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import MemoryStore, Store, fsspec_store, open_store
 from deltachain.store.fsspec_store import (
     PROMISES,
@@ -91,15 +85,15 @@ class HttpError(Exception):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (PermissionError(errno.EACCES, "no"), StorePermissionError),
-        (OSError("Forbidden: bucket/x"), StorePermissionError),
-        (HttpError(403), StorePermissionError),
-        (HttpError("401"), StorePermissionError),
-        (HttpError(503), StoreUnavailableError),
-        (TimeoutError(), StoreUnavailableError),
-        (ConnectionResetError(errno.ECONNRESET, "reset"), StoreUnavailableError),
-        (OSError("https://user:secret@host/x?sig=secret failed"), StoreUnavailableError),
-        (RecursionError("said by the library"), StoreUnavailableError),  # nobody foresaw it
+        (PermissionError(errno.EACCES, "no"), errors.StorePermissionError),
+        (OSError("Forbidden: bucket/x"), errors.StorePermissionError),
+        (HttpError(403), errors.StorePermissionError),
+        (HttpError("401"), errors.StorePermissionError),
+        (HttpError(503), errors.StoreUnavailableError),
+        (TimeoutError(), errors.StoreUnavailableError),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), errors.StoreUnavailableError),
+        (OSError("https://user:secret@host/x?sig=secret failed"), errors.StoreUnavailableError),
+        (RecursionError("said by the library"), errors.StoreUnavailableError),  # nobody foresaw it
     ],
 )
 def test_errors_say_what_to_do(
@@ -138,7 +132,7 @@ def test_bucket_that_is_not_there(objects: ObjectFileSystem) -> None:
     for method in ("pipe_file", "find"):
         setattr(objects, method, fail)
     for write in (store.put, store.put_if_absent):
-        with pytest.raises(StoreUnavailableError, match="no place for it") as caught:
+        with pytest.raises(errors.StoreUnavailableError, match="no place for it") as caught:
             write("a", b"data")
         assert "bucket" in caught.value.hint
     assert list(store.list()) == []
@@ -175,7 +169,7 @@ def test_url_opens_the_file_system_with_its_options(
     store.put("a", b"data")
     assert (tmp_path / "chain/a").read_bytes() == b"data"
     monkeypatch.setattr(Elsewhere, "__init__", lambda _self: None)
-    with pytest.raises(ConfigError, match="port") as caught:
+    with pytest.raises(errors.ConfigError, match="port") as caught:
         open_store("sftp://me:secret@host/x", {"port": 22})
     assert "secret" not in str(caught.value)
 
@@ -203,13 +197,13 @@ def test_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     monkeypatch.delitem(REGISTRY, scheme, raising=False)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(errors.ConfigError, match=message) as caught:
         open_store(f"{scheme}://bucket/prefix")
     assert hint in caught.value.hint
 
 
 def test_unknown_scheme_is_answered_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="nonsense://") as caught:
+    with pytest.raises(errors.ConfigError, match="nonsense://") as caught:
         open_store("nonsense://user:secret@host/x")
     assert all(name in caught.value.hint for name in ("file", "memory", "s3", "hf", "gs", "az"))
     assert "simplecache" not in caught.value.hint
@@ -228,7 +222,7 @@ def test_unknown_scheme_is_answered_with_what_there_is() -> None:
     ],
 )
 def test_wrong_url_is_refused_and_not_shown(url: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(errors.ConfigError) as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
     assert url.partition(":")[0] in str(caught.value)
@@ -236,7 +230,7 @@ def test_wrong_url_is_refused_and_not_shown(url: str) -> None:
 
 def test_url_without_a_place_is_refused() -> None:
     for url in ("memory://", "memory:///"):
-        with pytest.raises(ConfigError, match="bucket"):
+        with pytest.raises(errors.ConfigError, match="bucket"):
             open_fsspec(url)
 
 
@@ -245,7 +239,7 @@ def test_a_web_server_that_does_not_answer_has_no_absent_objects(host: str) -> N
     pytest.importorskip("aiohttp")
     store = open_store(f"http://{host}/chain")
     for look in calls_of(store, "find", "get", "get_range"):
-        with pytest.raises(StoreUnavailableError) as caught:
+        with pytest.raises(errors.StoreUnavailableError) as caught:
             look()
     assert ("check the host in the URL" in caught.value.hint) == ("invalid" in host)
 
@@ -260,7 +254,7 @@ def test_what_a_web_server_answers_tells_absence_from_trouble(status: int, is_ab
         if is_absent:
             assert store.find("a") is None
         else:
-            with pytest.raises(StoreUnavailableError):
+            with pytest.raises(errors.StoreUnavailableError):
                 store.find("a")
 
 
@@ -340,7 +334,7 @@ def test_unknown_protocol_promises_nothing_and_is_not_written(open_local: Open) 
     assert not store.capabilities.list_consistent
     assert store.get("a") == b"data"
     for write in (store.put, store.put_if_absent):
-        with pytest.raises(ConfigError, match="how to write an object whole") as caught:
+        with pytest.raises(errors.ConfigError, match="how to write an object whole") as caught:
             write("b", b"data")
         assert "gs" in caught.value.hint
     assert [found.key for found in store.list()] == ["a"]
@@ -348,7 +342,7 @@ def test_unknown_protocol_promises_nothing_and_is_not_written(open_local: Open) 
 
 def test_file_system_without_a_line_is_of_an_unknown_protocol(objects: ObjectFileSystem) -> None:
     objects.protocol = ("strange", "stranger")
-    with pytest.raises(ConfigError, match="how to write"):
+    with pytest.raises(errors.ConfigError, match="how to write"):
         FsspecStore(objects, "bucket").put("a", b"")
     objects.protocol = ("strange", "memory")
     FsspecStore(objects, "bucket").put("a", b"")
@@ -359,7 +353,7 @@ def test_exclusive_create_is_asked_of_the_file_system(objects: ObjectFileSystem)
     store.put_if_absent("a", bytearray(b"data"))
     assert objects.calls == ["pipe_file create bytes"]
     before = store.requests
-    with pytest.raises(AlreadyExistsError):
+    with pytest.raises(errors.AlreadyExistsError):
         store.put_if_absent("a", memoryview(b"other"))
     assert store.requests == before + 1
 
@@ -375,7 +369,7 @@ def test_zonal_buckets_overwrite_and_are_refused(objects: ObjectFileSystem, *, z
     store._root = store._root.lstrip("/")  # as gcsfs gives it
     for write in (store.put_if_absent, store.put):
         if zonal:
-            with pytest.raises(ConfigError, match="zonal"):
+            with pytest.raises(errors.ConfigError, match="zonal"):
                 write("a", b"data")
         else:
             write("a", b"data")
@@ -421,9 +415,9 @@ class CutFileSystem(ObjectFileSystem):
 def test_body_that_ends_early_is_not_an_object(nbytes: int) -> None:
     store = FsspecStore(fresh(CutFileSystem), "bucket", promises=CREATES)
     store.put("a", bytes(nbytes))
-    with pytest.raises(MalformedError, match="expected"):
+    with pytest.raises(errors.MalformedError, match="expected"):
         store.read("a", nbytes=nbytes)
-    with pytest.raises(MalformedError, match="expected at least 5 bytes, found 4"):
+    with pytest.raises(errors.MalformedError, match="expected at least 5 bytes, found 4"):
         store.get_range("a", 0, 5)
 
 
@@ -431,7 +425,7 @@ def test_object_that_grew_beyond_the_limit_while_it_was_read(objects: ObjectFile
     store = FsspecStore(objects, "bucket", promises=CREATES)
     store.put("a", b"12345")
     objects.info = lambda path: {"name": path, "size": 1, "type": "file"}
-    with pytest.raises(MalformedError, match="at most 3"):
+    with pytest.raises(errors.MalformedError, match="at most 3"):
         store.get("a", limit=3)
 
 
@@ -439,7 +433,7 @@ def test_object_of_untold_size_is_not_read(objects: ObjectFileSystem) -> None:
     store = FsspecStore(objects, "bucket", promises=CREATES)
     store.put("a", b"12345")
     objects.info = lambda path: {"name": path, "size": None, "type": "file"}
-    with pytest.raises(StoreUnavailableError, match="how large"):
+    with pytest.raises(errors.StoreUnavailableError, match="how large"):
         store.get("a")
 
 
@@ -478,7 +472,7 @@ def test_folder_that_can_not_be_listed_is_not_left_out(
         raise PermissionError(errno.EACCES, "refused")
 
     monkeypatch.setattr(LocalFileSystem, "ls", refuse)
-    with pytest.raises(StorePermissionError):
+    with pytest.raises(errors.StorePermissionError):
         list(store.list())
 
 
@@ -497,7 +491,7 @@ def test_write_goes_beside_and_is_renamed(
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(LocalFileSystem, "mv", fail)
-    with pytest.raises(StoreUnavailableError, match="no space left"):
+    with pytest.raises(errors.StoreUnavailableError, match="no space left"):
         store.put("a/b", b"new")
     assert files(tmp_path) == ["a/b"]
     assert store.get("a/b") == b"old"
@@ -508,7 +502,7 @@ def test_rename_that_replaces_nothing_is_preceded_by_a_removal(
 ) -> None:
     renaming = open_local(SwapFileSystem)
     renaming.put("a", b"zero")
-    with pytest.raises(ConfigError):
+    with pytest.raises(errors.ConfigError):
         renaming.put("a", b"refused")
     store = open_local(SwapFileSystem, promises=Promises(writes="swap"))
     for data in (b"one", b"two"):
@@ -521,6 +515,6 @@ def test_key_that_continues_another_is_refused(open_local: Open, tmp_path: Path)
     store = open_local()
     store.put("a/b", b"data")
     for key in ("a/b/c", "a"):
-        with pytest.raises(ConfigError, match="in the place of a folder"):
+        with pytest.raises(errors.ConfigError, match="in the place of a folder"):
             store.put(key, b"data")
     assert files(tmp_path) == ["a/b"]

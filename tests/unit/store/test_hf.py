@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.errors import (
-    ConfigError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import Store, open_store
 from deltachain.store import calls as outage
 from deltachain.testing.store import StoreContract, pattern
@@ -41,7 +36,7 @@ BAD_OPTIONS: tuple[tuple[str, object], ...] = (
 def test_wrong_url_or_option_is_refused_without_its_value(
     url: str, options: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(errors.ConfigError) as caught:
         open_store(url, options)
     assert "hushhush" not in str(caught.value)
 
@@ -131,7 +126,7 @@ def test_a_budget_of_the_environment_that_is_no_number_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DELTACHAIN_HF_CALLS", "few")
-    with pytest.raises(ConfigError, match="DELTACHAIN_HF_CALLS"):
+    with pytest.raises(errors.ConfigError, match="DELTACHAIN_HF_CALLS"):
         open_store(BUCKET)
 
 
@@ -148,14 +143,14 @@ def test_missing_library_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setitem(sys.modules, f"{missing}.utils", None)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(errors.ConfigError) as caught:
         open_store(BUCKET, options)
     assert f"deltachain[{extra}]" in caught.value.hint
 
 
 def test_offline_mode_is_named(opened: "Open", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(errors.ConfigError) as caught:
         opened().find("a")
     assert "HF_HUB_OFFLINE" in caught.value.hint
 
@@ -196,7 +191,7 @@ def test_a_wrong_endpoint_is_given_up_soon_and_its_variable_named(
     if not options:
         monkeypatch.setenv("HF_ENDPOINT", secret)
     began = time.monotonic()
-    with pytest.raises(StoreUnavailableError) as caught:
+    with pytest.raises(errors.StoreUnavailableError) as caught:
         open_store("hf://buckets/me/b", {**options, "deadline_s": 600.0}).find("a")
     assert time.monotonic() - began < 5
     where = "of the option endpoint" if options else "in HF_ENDPOINT"
@@ -215,7 +210,7 @@ def test_an_endpoint_that_is_no_address_is_refused(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    with pytest.raises(ConfigError, match="in HF_ENDPOINT, is no address") as caught:
+    with pytest.raises(errors.ConfigError, match="in HF_ENDPOINT, is no address") as caught:
         open_store("hf://buckets/me/b")
     assert caught.value.__context__ is None
     assert "canary7secret" not in str(caught.value)
@@ -279,14 +274,14 @@ def test_a_pin_of_no_content_is_refused(opened: Open) -> None:
     """Malformed ones at once, and that of nothing for anything else."""
     store = opened()
     for pin in ("x", "zz" * 32, "ab" * 31, "../" * 21 + "a", "AB" * 32):
-        with pytest.raises(MalformedError, match="not a Xet hash"):
+        with pytest.raises(errors.MalformedError, match="not a Xet hash"):
             store.read("a", nbytes=1, pin=pin)
     assert store.requests == 0
-    with pytest.raises(ObjectNotFoundError) as caught:
+    with pytest.raises(errors.ObjectNotFoundError) as caught:
         store.read("a", nbytes=5, pin="ab" * 32)
     assert caught.value.key == "a"
     empty = store.put("a", b"")
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         store.read("a", nbytes=1, pin=empty)
 
 
@@ -386,6 +381,6 @@ def test_large_object_is_put_without_a_copy_on_disk(
 def test_missing_bucket_does_not_look_empty(hub: HubServer) -> None:
     store = open_store("hf://buckets/me/absent", {"endpoint": hub.url, "token": hub.token})
     for call in calls_of(store, "get", "find", "put", "list", "delete"):
-        with pytest.raises(ConfigError, match="no bucket me/absent") as caught:
+        with pytest.raises(errors.ConfigError, match="no bucket me/absent") as caught:
             call()
         assert "hf buckets create me/absent" in caught.value.hint

@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    ObjectNotFoundError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import Store, open_store
 from deltachain.store import calls as outage
 from deltachain.testing.store import pattern
@@ -194,7 +188,7 @@ def test_read_only_token_follows_but_does_not_publish(hub: HubServer, opened: Op
         lambda: reader.put_if_absent("b", b"other"),
         lambda: reader.delete("a"),
     ):
-        with pytest.raises(StorePermissionError, match="403") as caught:
+        with pytest.raises(errors.StorePermissionError, match="403") as caught:
             call()
         assert "write access" in caught.value.hint
     assert [info.key for info in reader.list()] == ["a"]
@@ -205,7 +199,7 @@ def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
     calls = calls_of(stranger, "get", "put", "find", "list")
     calls.append(lambda: stranger.read("a", nbytes=1, pin="ab" * 32))
     for call in calls:
-        with pytest.raises(StorePermissionError, match="401") as caught:
+        with pytest.raises(errors.StorePermissionError, match="401") as caught:
             call()
         assert "hf auth login" in caught.value.hint
         assert "hf_of_nobody" not in str(caught.value)
@@ -264,7 +258,7 @@ def test_hub_that_stays_down_is_unavailable(hub: HubServer, opened: Open) -> Non
     hub.kill()
     start = time.monotonic()
     for call in (lambda: store.find("a"), lambda: store.put("a", b"data")):
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(errors.StoreUnavailableError):
             call()
     assert time.monotonic() - start < 30
     assert start <= (store.unanswered_since or 0) < time.monotonic()
@@ -340,9 +334,9 @@ def test_storage_that_is_down_never_makes_an_object_short(hub: HubServer, opened
     store.read("a", nbytes=4, pin=pin)
     hub.kill()
     for _ in range(3):
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(errors.StoreUnavailableError):
             store.read("a", nbytes=4, pin=pin)
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(errors.StoreUnavailableError):
             store.read("a", nbytes=0, pin=pin)
 
 
@@ -399,7 +393,7 @@ def test_content_that_the_storage_lost_is_not_registered(hub: HubServer, opened:
     store.put("a", b"data")  # the batch is repeated with the content in place
     pin = store.put("b", b"data")
     assert store.get("b") == b"data"
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         store.read("b", nbytes=4, pin=pin[:-1] + ("0" if pin[-1] != "0" else "1"))
 
 
@@ -413,7 +407,7 @@ class TestGateway:
         store.put_if_absent("a", b"mine")
         assert hub.faults_left() == 0
         assert store.get("a") == b"mine"
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(errors.AlreadyExistsError):
             store.put_if_absent("a", b"mine")
 
     @pytest.mark.parametrize("theirs", [b"them", b"theirs: longer"])
@@ -422,21 +416,21 @@ class TestGateway:
     ) -> None:
         opened(**gateway).put_if_absent("a", theirs)
         hub.inject(RequestFault(do="lose-reply", path="/s3/", method="PUT"))
-        with pytest.raises(AlreadyExistsError) as caught:
+        with pytest.raises(errors.AlreadyExistsError) as caught:
             opened(**gateway).put_if_absent("a", b"mine")
         assert caught.value.key == "a"
         assert opened().get("a") == theirs
 
     def test_unknown_key_is_refused(self, opened: Open, gateway: dict[str, str]) -> None:
         store = opened(**gateway | {"s3_key": "HFAKNOBODY"})
-        with pytest.raises(StorePermissionError) as caught:
+        with pytest.raises(errors.StorePermissionError) as caught:
             store.put_if_absent("a", b"data")
         assert "HF_S3_ACCESS_KEY_ID" in caught.value.hint
         assert store.find("a") is None
 
     def test_wrong_namespace_is_no_such_bucket(self, opened: Open, gateway: dict[str, str]) -> None:
         store = opened(**gateway | {"s3_endpoint": gateway["s3_endpoint"] + "-other"})
-        with pytest.raises(ConfigError, match=r"gateway: the bucket .* does not exist"):
+        with pytest.raises(errors.ConfigError, match=r"gateway: the bucket .* does not exist"):
             store.put_if_absent("a", b"data")
 
     def test_gateway_that_stays_down_is_unavailable(
@@ -444,7 +438,7 @@ class TestGateway:
     ) -> None:
         store = opened(deadline_s=1.5, **gateway)
         hub.inject(RequestFault(do="status", path="/s3/", status=503, times=100))
-        with pytest.raises(StoreUnavailableError, match="gateway"):
+        with pytest.raises(errors.StoreUnavailableError, match="gateway"):
             store.put_if_absent("a", b"data")
         hub.clear_faults()
         opened(**gateway).put_if_absent("a", b"data")
@@ -466,9 +460,9 @@ def test_many_uploads_are_revealed_by_one_request_a_page(opened: Open) -> None:
 def test_upload_that_is_not_there_is_not_revealed(opened: Open) -> None:
     store = opened()
     pin = store.upload("there", b"there")
-    with pytest.raises(StoreUnavailableError, match="and others"):
+    with pytest.raises(errors.StoreUnavailableError, match="and others"):
         store.reveal({"there": pin, "not-there": "ab" * 32})
-    with pytest.raises(StoreUnavailableError, match="not-there"):
+    with pytest.raises(errors.StoreUnavailableError, match="not-there"):
         store.reveal({"not-there": "ab" * 32})
     assert store.find("not-there") is None
 

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from deltachain.errors import ConfigError
 from deltachain.store import MemoryStore, Store, open_store, register, registry
+from tests.support.made_up import write_package
 
 TOY = Path(__file__).with_name("sqlite_store.py")
 
@@ -43,22 +44,12 @@ def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
 
 
-def install(site: Path, name: str, *, entry: str, module: Path | None = None) -> None:
-    """Put a package of one module into a folder, as an installer does."""
-    info = site / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[deltachain.stores]\n{entry}\n")
-    if module is not None:
-        (site / module.name).write_bytes(module.read_bytes())
-
-
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
     """A folder of packages that has one with a store for ``sqlite://``."""
-    install(
-        tmp_path / "site", "sqlite_store", entry="sqlite = sqlite_store:open_sqlite", module=TOY
-    )
+    entry = "[deltachain.stores]\nsqlite = sqlite_store:open_sqlite\n"
+    source = TOY.read_text(encoding="utf-8")
+    write_package(tmp_path / "site", "sqlite_store", source=source, entries=entry)
     return tmp_path / "site"
 
 
@@ -134,7 +125,8 @@ def test_an_unknown_scheme_is_answered_with_those_of_packages(outside: Path) -> 
 def test_a_package_that_cannot_be_imported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, "broken", entry="broken = absent_module:open_broken")
+    entry = "[deltachain.stores]\nbroken = absent_module:open_broken\n"
+    write_package(tmp_path, "broken", entries=entry)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"absent_module:open_broken.*No module named"):
         open_store("broken://x")
@@ -144,7 +136,8 @@ def test_two_packages_with_one_scheme_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("one", "two"):
-        install(tmp_path, name, entry=f"both = {name}:open_it")
+        entry = f"[deltachain.stores]\nboth = {name}:open_it\n"
+        write_package(tmp_path, name, entries=entry)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"one:open_it, two:open_it"):
         open_store("both://x")

@@ -5,14 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    DeltaChainError,
-    ObjectNotFoundError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import Store, open_store
 from deltachain.store.s3.store import S3Store, open_s3
 from deltachain.testing.store import StoreContract
@@ -85,17 +78,17 @@ def test_a_store_tells_since_when_it_has_no_answer(
 def test_an_error_is_an_answer(proxy: Proxy, seaweed: Seaweed, s3_url: Callable[[], str]) -> None:
     store = through(proxy, seaweed, s3_url(), deadline_s=0.2)
     proxy.answer("503 Service Unavailable")
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         store.get("a")
     assert since(store) is None
     proxy.refuse()
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         store.get("a")
     assert since(store) is not None
     proxy.reset()
     deadline = time.monotonic() + 30
     while since(store) is not None and time.monotonic() < deadline:
-        with suppress(StoreUnavailableError):  # too slow on a busy machine
+        with suppress(errors.StoreUnavailableError):  # too slow on a busy machine
             assert store.find("a") is None
     assert since(store) is None
     store.close()
@@ -139,7 +132,7 @@ def test_failure_that_does_not_pass_ends_at_the_deadline(answer: Answer) -> None
             store = later if name == "large" else soon
             (call,) = calls_of(store, name)
             before, began = len(stub.seen), time.monotonic()
-            with pytest.raises(StoreUnavailableError):
+            with pytest.raises(errors.StoreUnavailableError):
                 call()
             assert 0.1 < time.monotonic() - began < 30  # half of the default deadline
             assert len(stub.seen) - before >= 2, name
@@ -159,7 +152,7 @@ def test_first_write_is_conditional_and_the_server_is_tried_once() -> None:
 
 
 def test_server_that_ignores_the_condition_is_refused() -> None:
-    with Stub(OK) as stub, pytest.raises(ConfigError, match="ignores If-None-Match"):
+    with Stub(OK) as stub, pytest.raises(errors.ConfigError, match="ignores If-None-Match"):
         opened(stub).put_if_absent("a", b"data")
 
 
@@ -168,7 +161,7 @@ def test_conflict_is_retried_and_then_won_or_lost() -> None:
         opened(stub).put_if_absent("a", b"data")
         assert len(stub.seen) == 4
     with Stub(CONFLICT, TAKEN) as stub:
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(errors.AlreadyExistsError):
             opened(stub).put_if_absent("a", b"data")
         # Nothing was written by an attempt that met a conflict, so nothing is read back.
         assert stub.seen == ["PUT /bucket/run/a"] * 2
@@ -176,7 +169,7 @@ def test_conflict_is_retried_and_then_won_or_lost() -> None:
 
 def test_first_attempt_that_finds_an_object_has_lost_even_to_equal_bytes() -> None:
     with Stub(TAKEN, found(b"data")) as stub:
-        with pytest.raises(AlreadyExistsError) as caught:
+        with pytest.raises(errors.AlreadyExistsError) as caught:
             opened(stub).put_if_absent("a", b"data")
         assert stub.seen == ["PUT /bucket/run/a"]
         assert (caught.value.key, caught.value.url) == ("a", HERE)
@@ -188,7 +181,10 @@ def test_object_of_an_unanswered_attempt_is_ours_if_it_has_our_bytes(unanswered:
         opened(stub).put_if_absent("a", b"data")
         assert [seen.split()[0] for seen in stub.seen] == ["PUT", "PUT", "HEAD", "GET"]
     for other in (b"DATA", b"longer"):
-        with Stub(unanswered, TAKEN, found(other)) as stub, pytest.raises(AlreadyExistsError):
+        with (
+            Stub(unanswered, TAKEN, found(other)) as stub,
+            pytest.raises(errors.AlreadyExistsError),
+        ):
             opened(stub).put_if_absent("a", b"data")
 
 
@@ -199,21 +195,21 @@ def test_object_of_an_unanswered_attempt_is_ours_if_it_has_our_bytes(unanswered:
 @pytest.mark.parametrize(
     ("answer", "error", "hint"),
     [
-        (Answer(403, "AccessDenied"), StorePermissionError, "s3:ListBucket"),
-        (Answer(403, "InvalidAccessKeyId"), StorePermissionError, "credentials"),
-        (Answer(403, "RequestTimeTooSkewed"), StorePermissionError, "clock"),
-        (Answer(400, "ExpiredToken"), StorePermissionError, "credentials"),
-        (Answer(507, "InsufficientStorage"), StoreUnavailableError, "server is full"),
-        (Answer(507), StoreUnavailableError, "server is full"),
-        (Answer(403, "QuotaExceeded"), StoreUnavailableError, "quota"),
-        (Answer(404, "NoSuchBucket"), ConfigError, "aws s3 mb s3://bucket"),
-        (Answer(400, "InvalidArgument"), ConfigError, "does not take"),
-        (Answer(501, "NotImplemented"), ConfigError, "does not take"),
+        (Answer(403, "AccessDenied"), errors.StorePermissionError, "s3:ListBucket"),
+        (Answer(403, "InvalidAccessKeyId"), errors.StorePermissionError, "credentials"),
+        (Answer(403, "RequestTimeTooSkewed"), errors.StorePermissionError, "clock"),
+        (Answer(400, "ExpiredToken"), errors.StorePermissionError, "credentials"),
+        (Answer(507, "InsufficientStorage"), errors.StoreUnavailableError, "server is full"),
+        (Answer(507), errors.StoreUnavailableError, "server is full"),
+        (Answer(403, "QuotaExceeded"), errors.StoreUnavailableError, "quota"),
+        (Answer(404, "NoSuchBucket"), errors.ConfigError, "aws s3 mb s3://bucket"),
+        (Answer(400, "InvalidArgument"), errors.ConfigError, "does not take"),
+        (Answer(501, "NotImplemented"), errors.ConfigError, "does not take"),
     ],
     ids=lambda value: value.code if isinstance(value, Answer) else "",
 )
 def test_refusal_is_typed_and_final(
-    answer: Answer, error: type[DeltaChainError], hint: str
+    answer: Answer, error: type[errors.DeltaChainError], hint: str
 ) -> None:
     with Stub(answer) as stub:
         store = opened(stub)
@@ -244,7 +240,7 @@ def test_absent_bucket_is_not_an_absent_object() -> None:
     with Stub(Answer(404)) as stub:
         store = opened(stub)
         for _ in range(2):
-            with pytest.raises(ConfigError, match="does not exist"):
+            with pytest.raises(errors.ConfigError, match="does not exist"):
                 store.find("a")
 
 
@@ -255,6 +251,6 @@ def test_bucket_that_may_not_be_looked_up_is_there() -> None:
 
 def test_absent_key_needs_no_look_at_the_bucket() -> None:
     with Stub(Answer(404, "NoSuchKey")) as stub:
-        with pytest.raises(ObjectNotFoundError):
+        with pytest.raises(errors.ObjectNotFoundError):
             opened(stub).get("a")
         assert stub.seen == ["GET /bucket/run/a"]

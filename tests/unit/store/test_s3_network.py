@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    MalformedError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import Store, open_store
 from deltachain.store.s3.store import PART_NBYTES, RANGE_NBYTES, S3Store, open_s3
 from deltachain.testing.store import pattern
@@ -165,7 +159,7 @@ def test_write_that_wrote_nothing_is_sent_again() -> None:
 
 def test_conditional_write_that_was_swallowed_and_then_lost_is_lost() -> None:
     with Stub(Answer(200), Answer(412, "Failed"), body(b"them")) as stub:
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(errors.AlreadyExistsError):
             opened(stub, deadline_s=10).put_if_absent("a", b"data")
         assert [seen.split()[0] for seen in stub.seen[:3]] == ["PUT", "PUT", "HEAD"]
 
@@ -276,7 +270,7 @@ def test_body_that_is_always_cut_at_once_ends_at_the_deadline(
     store = connect(deadline_s=2)
     proxy.cut_after(2000, times=1_000_000)
     began = time.monotonic()
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         store.read("a", nbytes=1_000_000)
     assert 1.9 < time.monotonic() - began < 20
     assert proxy.cuts >= 2
@@ -308,7 +302,7 @@ def test_lost_reply_does_not_take_the_object_of_another(connect: Connect, proxy:
     other, store = connect(direct=True), connect()
     other.put_if_absent("a", b"other")
     proxy.drop_reply("PUT")
-    with pytest.raises(AlreadyExistsError):
+    with pytest.raises(errors.AlreadyExistsError):
         store.put_if_absent("a", b"ours!")
     assert proxy.dropped == 1
     assert other.get("a") == b"other"
@@ -345,7 +339,7 @@ def test_lost_replies_do_not_fail_an_upload(connect: Connect, proxy: Proxy, meth
 def test_upload_that_is_given_up_leaves_nothing(connect: Connect, proxy: Proxy) -> None:
     store = connect(deadline_s=2)  # a slow machine must not take its other requests for lost ones
     proxy.drop_reply("PUT", times=1_000_000)
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         store.put("a", bytes(PART_NBYTES + 1))
     assert proxy.dropped >= 2
     proxy.reset()
@@ -361,7 +355,7 @@ def test_slow_body_hits_the_deadline(connect: Connect, proxy: Proxy) -> None:
     store = connect(deadline_s=3.0)
     proxy.throttle(100_000)
     began = time.monotonic()
-    with pytest.raises(StoreUnavailableError, match="too slow"):  # all of it takes 15 s
+    with pytest.raises(errors.StoreUnavailableError, match="too slow"):  # all of it takes 15 s
         store.read("a", nbytes=1_500_000)
     # Three seconds, and one more for each MiB.
     assert time.monotonic() - began > 4
@@ -428,7 +422,7 @@ def test_claimed_size_takes_no_memory_and_no_more_than_one_request(connect: Conn
     store = connect(direct=True)
     store.put("a", b"data")
     before = store.requests
-    with pytest.raises(MalformedError, match="found 4"):
+    with pytest.raises(errors.MalformedError, match="found 4"):
         store.read("a", nbytes=1 << 60)
     assert store.requests == before + 1
 
@@ -440,7 +434,7 @@ def test_wrong_secret_is_refused(seaweed: Seaweed, connect: Connect) -> None:
     store = connect(direct=True, secret="wrong-secret")  # noqa: S106
     names = ("get", "find", "put", "large", "put_if_absent", "list", "delete")
     for call in calls_of(store, *names):
-        with pytest.raises(StorePermissionError) as caught:
+        with pytest.raises(errors.StorePermissionError) as caught:
             call()
         assert caught.value.url == store.url
         shown = f"{caught.value} {caught.value.__cause__}"
@@ -453,7 +447,7 @@ def test_absent_bucket_is_named(seaweed: Seaweed) -> None:
     with closing(open_store(url, seaweed.options)) as store:
         # writes make the bucket here: SeaweedFS lets its owner
         for call in calls_of(store, "find", "find_all", "get", "read", "list"):
-            with pytest.raises(ConfigError, match="does not exist") as caught:
+            with pytest.raises(errors.ConfigError, match="does not exist") as caught:
                 call()
             assert "aws s3 mb s3://no-such-bucket" in caught.value.hint
 

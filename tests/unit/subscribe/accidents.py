@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -19,7 +19,6 @@ from tests.support.models import Replica, State, TinyModel, bits_of, same, tenso
 from tests.support.values import present
 from tests.unit.subscribe.clock import Clock
 
-Copy: TypeAlias = dict[str, bytes]
 TIED = {"embed.weight", "head.weight"}
 """Two names of one weight: a target may have either."""
 
@@ -131,19 +130,6 @@ class Told:
 
 def nothing() -> None:
     pass
-
-
-def copy(store: MemoryStore) -> Copy:
-    return {info.key: store.get(info.key) for info in store.list()}
-
-
-def restore(store: MemoryStore, earlier: Copy) -> None:
-    """Put a store back to an earlier copy of itself."""
-    for info in list(store.list()):
-        if info.key not in earlier:
-            store.delete(info.key)
-    for key, data in earlier.items():
-        store.put(key, data)
 
 
 def rewrite(store: MemoryStore, seeds: range) -> None:

@@ -27,17 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from deltachain import errors
 from deltachain.checkpoint import HELD_FILE
-from deltachain.errors import (
-    ApplyError,
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    PartialApplyError,
-    PoisonedError,
-    TensorMismatchError,
-)
-from deltachain.filebits import FileBits
+from deltachain.file_access import FileBits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.subscribe import Subscriber
@@ -75,7 +67,7 @@ def test_a_tensor_of_another_kind_is_named(run: Run, mirror: Path, change: str) 
     norm = tensors["norm.bias"]
     tensors["norm.bias"] = norm.half() if change == "dtype" else norm[:-1].clone()
     save_file(tensors, mirror / "model.safetensors")
-    with pytest.raises(TensorMismatchError) as caught:
+    with pytest.raises(errors.TensorMismatchError) as caught:
         run.join(mirror)
     assert caught.value.tensor == "norm.bias"
 
@@ -83,7 +75,7 @@ def test_a_tensor_of_another_kind_is_named(run: Run, mirror: Path, change: str) 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\0" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
 def test_a_file_that_is_no_checkpoint_is_refused(run: Run, mirror: Path, data: bytes) -> None:
     (mirror / "model.safetensors").write_bytes(data)
-    with pytest.raises(FormatError):
+    with pytest.raises(errors.FormatError):
         run.join(mirror)
     assert (mirror / "model.safetensors").read_bytes() == data
 
@@ -99,14 +91,14 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(
 ) -> None:
     save_file(run.model.frozen.state_dict(), mirror / "model.safetensors")
     write_index(mirror, {"frozen.weight": name})
-    with pytest.raises(FormatError, match="outside the folder"):
+    with pytest.raises(errors.FormatError, match="outside the folder"):
         run.join(mirror)
 
 
 def test_a_file_of_the_index_that_is_missing_is_named(run: Run, mirror: Path) -> None:
     save_file(run.model.frozen.state_dict(), mirror / "other.safetensors")
     write_index(mirror, {"frozen.weight": "gone.safetensors"})
-    with pytest.raises(ConfigError, match=r"gone\.safetensors is missing"):
+    with pytest.raises(errors.ConfigError, match=r"gone\.safetensors is missing"):
         run.join(mirror)
 
 
@@ -171,7 +163,7 @@ def test_files_that_a_backup_shares_are_copied_before_they_are_written(
 def test_a_planted_lock_is_refused_and_not_followed(run: Run, mirror: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (mirror / LOCK_FILE).symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match=r"\.deltachain-lock is a link or a device"):
+    with pytest.raises(errors.ConfigError, match=r"\.deltachain-lock is a link or a device"):
         run.join(mirror)
     assert not elsewhere.exists()
 
@@ -232,7 +224,7 @@ def test_weights_of_a_new_folder_appear_once_they_are_proven(run: Run, mirror: P
     assert len(hidden) in (1, 2)
     assert not list(mirror.glob("*.safetensors"))
     assert isinstance(subscriber.target, FolderTarget)
-    with pytest.raises(PartialApplyError, match="has no weights"):
+    with pytest.raises(errors.PartialApplyError, match="has no weights"):
         subscriber.target.write(staged.prepared.patches[:-1], staged.to)
     subscriber.close()
     del staged
@@ -297,31 +289,12 @@ def test_a_folder_that_cannot_be_written_to_is_said_and_healed(
 ) -> None:
     run.publish()
     subscriber = run.subscribe(place / below)
-    with trouble(place), pytest.raises(ApplyError) as caught:
+    with trouble(place), pytest.raises(errors.ApplyError) as caught:
         subscriber.update()
     assert caught.value.hint
     assert str(place) in str(caught.value)
     subscriber.update()
     assert run.matches(place / below)
-
-
-def test_following_survives_it(run: Run, place: Path) -> None:
-    run.publish(1)
-    subscriber, stop = run.subscribe(place), Event()
-    troubles: list[type[DeltaChainError]] = []
-    shut = read_only(place)  # until something was said of it
-
-    def looked(trouble: DeltaChainError | None) -> None:
-        if trouble is not None:
-            troubles.append(type(trouble))
-            shut.__exit__(None, None, None)
-
-    shut.__enter__()
-    for receipt in subscriber.follow(stop=stop, looked=looked):
-        assert receipt.version == 1
-        stop.set()
-    assert troubles == [ApplyError]
-    assert run.matches(place)
 
 
 # A module of another configuration
@@ -374,7 +347,7 @@ def interrupt(subscriber: Subscriber, *, after: int) -> None:
 
     with (
         mock.patch.object(FileBits, "put", put),
-        pytest.raises(PoisonedError, match="stopped in the middle") as caught,
+        pytest.raises(errors.PoisonedError, match="stopped in the middle") as caught,
     ):
         subscriber.update()
     assert "journal finishes the swap" in caught.value.hint
@@ -473,7 +446,7 @@ def test_a_journal_without_a_seal_never_was(run: Run, subscriber: Subscriber) ->
 def test_a_disk_that_is_still_gone_keeps_the_journal(run: Run, subscriber: Subscriber) -> None:
     interrupt(subscriber, after=1)
     gone = mock.patch.object(FileBits, "put", side_effect=OSError(errno.EIO, "the disk is gone"))
-    with gone, pytest.raises(PoisonedError):
+    with gone, pytest.raises(errors.PoisonedError):
         run.join(run.mirror)
     assert run.subscribe(run.mirror).update() is None
     assert run.matches(run.mirror)
@@ -486,7 +459,7 @@ def test_a_full_disk_while_writing_the_journal_writes_nothing(
     with (
         unchanged(run.mirror),
         mock.patch("deltachain.checkpoint.write_atomic", side_effect=full),
-        pytest.raises(PartialApplyError, match="weights are as they were"),
+        pytest.raises(errors.PartialApplyError, match="weights are as they were"),
     ):
         subscriber.update()
     assert subscriber.version == 1
@@ -502,7 +475,7 @@ def follow_until_ready(subscriber: Subscriber, version: int) -> None:
     """Follow until a version is held, through any number of failures."""
     stop, looks = Event(), itertools.count()
 
-    def looked(_: DeltaChainError | None) -> None:
+    def looked(_: errors.DeltaChainError | None) -> None:
         if subscriber.version == version or next(looks) > 20:
             stop.set()
             subscriber.notify()
@@ -707,7 +680,7 @@ def test_a_file_that_is_changed_while_a_version_is_staged_is_not_written_to(
     assert staged is not None
     change(weights)
     theirs = {file.name: file.read_bytes() for file in run.mirror.glob("*.safetensors")}
-    with pytest.raises(PoisonedError, match="another process changed its weights files"):
+    with pytest.raises(errors.PoisonedError, match="another process changed its weights files"):
         held.swap(staged)
     assert {file.name: file.read_bytes() for file in run.mirror.glob("*.safetensors")} == theirs
     assert held.version is None
@@ -718,7 +691,7 @@ def test_a_file_that_is_changed_while_a_version_is_staged_is_not_written_to(
 def test_a_file_of_another_model_is_named_and_left_alone(weights: Path, held: Subscriber) -> None:
     save_file(TinyModel(width=32).frozen.state_dict(), weights)
     theirs = weights.read_bytes()
-    with pytest.raises(TensorMismatchError):
+    with pytest.raises(errors.TensorMismatchError):
         held.update()
     assert weights.read_bytes() == theirs
 
@@ -753,7 +726,7 @@ def test_a_file_that_is_changed_while_it_is_written_to_is_healed(
             one(weights)
         put(place, *bits)
 
-    with mock.patch.object(FileBits, "put", changed_before), pytest.raises(PoisonedError):
+    with mock.patch.object(FileBits, "put", changed_before), pytest.raises(errors.PoisonedError):
         held.update()
     held.update()
     assert run.matches(run.mirror)
@@ -766,7 +739,7 @@ def test_a_file_that_is_replaced_while_the_folder_is_opened_is_healed(
     again = run.subscribe(run.mirror)
     with mock.patch.object(FolderTarget, "_recover", side_effect=lambda: replaced(weights)):
         again.open()
-    with suppress(PoisonedError):
+    with suppress(errors.PoisonedError):
         again.update()
     again.update()
     assert run.matches(run.mirror)

@@ -12,12 +12,11 @@ from deltachain.format import keys
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, Subscriber, fetch_around
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON
-from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.faults import Fault
 from tests.support.models import plain_model
 from tests.support.values import eventually
 from tests.unit.manifest_chains import WideStore
-from tests.unit.subscribe.accidents import Run, copy, nothing, restore, versions
+from tests.unit.subscribe.accidents import Run, nothing, versions
 from tests.unit.subscribe.clock import Clock
 
 
@@ -168,28 +167,6 @@ def test_a_rollback_in_the_middle_of_a_look_is_not_undone(
     assert (subscriber.version, subscriber.pinned) == (1, True)
 
 
-def test_a_rollback_while_a_version_is_staged_does_not_poison(
-    run: Run, subscriber: Subscriber, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed in (1, 2):
-        run.publish(seed)
-        subscriber.update()
-    run.publish(3)
-    stage = subscriber.stage
-
-    def stage_then_roll_back(version: int | None = None) -> object:
-        staged = stage(version)
-        if not subscriber.pinned:
-            subscriber.rollback()
-        return staged
-
-    monkeypatch.setattr(subscriber, "stage", stage_then_roll_back)
-    assert clock.run() == []
-    assert not subscriber.poisoned
-    assert subscriber.version == 1
-    assert run.matches(run.zeros, 1)
-
-
 # What it heals from
 
 
@@ -208,37 +185,6 @@ def test_a_store_that_is_down_for_a_while(
     base = clock.subscriber.poll_s
     assert clock.waits[0] < 1.5 * base < clock.waits[4]  # ever more slowly
     assert clock.waits[-1] < 1.5 * base  # and back
-
-
-def test_a_chain_that_is_gone_for_a_while(run: Run, clock: Clock) -> None:
-    """Its store answers: a folder that is not mounted looks like one where nothing is new."""
-    run.publish(1)
-    away = copy(run.store)
-    troubles: list[str] = []
-
-    def come_back() -> None:
-        restore(run.store, away)
-        run.publish(2)
-
-    clock.happens = [lambda: restore(run.store, {}), *[nothing] * (LOOK_BACK + 3), come_back]
-    looks = clock.subscriber.follow(
-        stop=clock.stop, looked=lambda exc: troubles.append(str(exc) if exc else "")
-    )
-    assert versions(list(looks)) == [(None, 1), (1, 2)]
-    told = ["is lost: chain.json is gone" in trouble for trouble in troubles]
-    assert told == [False] * (LOOK_BACK - 1) + [True] * 5 + [False]
-    assert troubles[-1] == ""
-
-
-def test_an_object_that_is_corrupt_for_a_while(run: Run, clock: Clock) -> None:
-    run.publish(1)
-    run.faulty.add(
-        Fault("corrupt", f"deltas/{2:020d}", times=None),
-        Fault("corrupt", "anchors/", nth=2, times=6),
-    )
-    clock.happens = [lambda: run.publish(2), nothing, run.faulty.mend]
-    assert versions(clock.run()) == [(None, 1), (1, 2)]
-    assert run.matches(run.zeros)
 
 
 @pytest.mark.parametrize("every_version", [False, True])

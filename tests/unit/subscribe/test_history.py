@@ -6,28 +6,19 @@ from unittest import mock
 import msgspec
 import pytest
 
+from deltachain import errors
 from deltachain.chain.chain import Chain
-from deltachain.errors import (
-    BaseMismatchError,
-    BrokenChainError,
-    ChainError,
-    ForkedChainError,
-    ObjectNotFoundError,
-    PartialApplyError,
-    PoisonedError,
-    StoreUnavailableError,
-    StoreWentBackError,
-)
 from deltachain.format.documents import seal
 from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe import subscriber as module
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import Fault
 from tests.support.models import Replica, TinyModel, bits_of, replica_of, same, scribble
 from tests.support.values import present
-from tests.unit.subscribe.accidents import Run, copy, restore, rewrite, unchanged
+from tests.unit.subscribe.accidents import Run, rewrite, unchanged
 
 # Going back
 
@@ -45,10 +36,10 @@ def five(run: Run) -> Run:
 def test_a_replica_that_holds_nothing_has_nothing_to_go_back_to(
     five: Run, replica: Replica
 ) -> None:
-    with pytest.raises(ChainError, match="cannot roll back from version None"):
+    with pytest.raises(errors.ChainError, match="cannot roll back from version None"):
         five.subscribe(replica).rollback()
     subscriber = five.join(replica)
-    with pytest.raises(ChainError, match="name an older version"):
+    with pytest.raises(errors.ChainError, match="name an older version"):
         subscriber.rollback()
     assert five.matches(replica, 4)
     assert not subscriber.pinned
@@ -56,7 +47,7 @@ def test_a_replica_that_holds_nothing_has_nothing_to_go_back_to(
 
 def test_a_newer_version_is_no_rollback(five: Run, replica: Replica) -> None:
     subscriber = five.join(replica, 2)
-    with pytest.raises(ChainError, match="from version 2 to 3"):
+    with pytest.raises(errors.ChainError, match="from version 2 to 3"):
         subscriber.rollback(3)
     assert five.matches(replica, 2)
 
@@ -92,7 +83,7 @@ def test_what_is_not_remembered_is_planned_from_the_store(
     subscriber = five.join(replica, *applied, **settings)
     assert subscriber.rollback(1).version == 1
     assert five.matches(replica, 1)
-    with pytest.raises(ChainError):
+    with pytest.raises(errors.ChainError):
         subscriber.rollback()  # the applies before are no way back from here
 
 
@@ -101,7 +92,7 @@ def test_what_is_too_large_to_remember_is_planned_from_the_store(
 ) -> None:
     subscriber = five.join(replica, *EACH, on=five.faulty, stage_budget=100)
     five.faulty.down = True
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(errors.StoreUnavailableError):
         subscriber.rollback(3)
     assert not subscriber.pinned
     five.faulty.mend()
@@ -125,8 +116,10 @@ def test_bits_that_nobody_proved_are_not_gone_back_to(run: Run, replica: Replica
 def test_a_rollback_that_failed_leaves_the_way_back_as_it_was(five: Run, replica: Replica) -> None:
     subscriber = five.join(replica, *EACH, on=five.faulty)
     five.faulty.down = True
-    failing = mock.patch.object(subscriber.target, "swap", side_effect=PartialApplyError("back"))
-    with failing, pytest.raises(PartialApplyError):
+    failing = mock.patch.object(
+        subscriber.target, "swap", side_effect=errors.PartialApplyError("back")
+    )
+    with failing, pytest.raises(errors.PartialApplyError):
         subscriber.rollback(2)
     assert (subscriber.version, subscriber.pinned) == (4, False)
     assert five.matches(replica, 4)
@@ -137,12 +130,12 @@ def test_a_rollback_that_failed_leaves_the_way_back_as_it_was(five: Run, replica
 def test_a_rollback_that_poisoned_leaves_no_way_back(five: Run, replica: Replica) -> None:
     subscriber = five.join(replica, *EACH)
     failing = mock.patch.object(
-        subscriber.target, "swap", side_effect=PoisonedError("half written")
+        subscriber.target, "swap", side_effect=errors.PoisonedError("half written")
     )
-    with failing, pytest.raises(PoisonedError):
+    with failing, pytest.raises(errors.PoisonedError):
         subscriber.rollback()
     assert subscriber.poisoned
-    with pytest.raises(ChainError, match="from version None"):
+    with pytest.raises(errors.ChainError, match="from version None"):
         subscriber.rollback()
     receipt = present(subscriber.update())
     assert (receipt.previous, receipt.version) == (None, 4)
@@ -172,7 +165,7 @@ def test_a_rollback_pins_until_it_is_released(five: Run, replica: Replica) -> No
     assert subscriber.update() is None
     assert subscriber.update(3) is None
     for version in (2, 4):
-        with pytest.raises(ChainError, match="keeps this target at version 3"):
+        with pytest.raises(errors.ChainError, match="keeps this target at version 3"):
             subscriber.update(version)
     assert five.matches(replica, 3)
     subscriber.release()
@@ -196,7 +189,7 @@ def test_what_was_staged_before_a_pin_does_not_lead_away_from_it(
     subscriber = five.join(replica, 2)
     staged = present(subscriber.stage())
     subscriber.rollback(2)
-    with pytest.raises(BaseMismatchError, match="version 4 was staged before another swap"):
+    with pytest.raises(errors.BaseMismatchError, match="version 4 was staged before another swap"):
         subscriber.swap(staged)
     assert five.matches(replica, 2)
 
@@ -215,7 +208,7 @@ def test_a_rollback_in_the_middle_of_a_stage_poisons_nobody(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(module, moment, overtaken)
-    with pytest.raises(BaseMismatchError, match="version 4 was staged before another swap"):
+    with pytest.raises(errors.BaseMismatchError, match="version 4 was staged before another swap"):
         subscriber.update()
     assert not subscriber.poisoned
     assert subscriber.pinned
@@ -242,7 +235,7 @@ def test_a_pinned_replica_heals_where_it_is_pinned(five: Run, replica: Replica) 
 def earlier(run: Run) -> dict[str, bytes]:
     """The store when version 1 was the newest."""
     run.publish(1)
-    return copy(run.store)
+    return objects_of(run.store)
 
 
 @pytest.fixture
@@ -263,11 +256,11 @@ def poison(run: Run, subscriber: Subscriber) -> None:
 def test_a_fork_of_what_is_held_is_refused(
     run: Run, subscriber: Subscriber, earlier: dict[str, bytes], steps: int, *, poisoned: bool
 ) -> None:
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     rewrite(run.store, range(steps))
     if poisoned:
         poison(run, subscriber)
-    with unchanged(run.zeros), pytest.raises(ForkedChainError) as caught:
+    with unchanged(run.zeros), pytest.raises(errors.ForkedChainError) as caught:
         subscriber.update()
     assert "two histories" in caught.value.hint
     assert subscriber.version == (None if poisoned else 2)
@@ -277,11 +270,11 @@ def test_a_fork_of_what_is_held_is_refused(
 def test_a_chain_that_went_back_in_time_is_not_followed_and_does_not_heal(
     run: Run, subscriber: Subscriber, earlier: dict[str, bytes], *, poisoned: bool
 ) -> None:
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     if poisoned:
         poison(run, subscriber)
     message = "version 2 is held, the newest there is 1"
-    with unchanged(run.zeros), pytest.raises(StoreWentBackError, match=message):
+    with unchanged(run.zeros), pytest.raises(errors.StoreWentBackError, match=message):
         subscriber.update()
     assert subscriber.version == (None if poisoned else 2)
 
@@ -290,7 +283,7 @@ def test_another_parent_of_the_next_version_is_refused(run: Run, subscriber: Sub
     run.publish(3)
     manifest = Chain.open(run.store).read(3).manifest
     run.store.put(manifest_key(3), seal(msgspec.structs.replace(manifest, parent="0" * 64)))
-    with unchanged(run.zeros), pytest.raises(ForkedChainError) as caught:
+    with unchanged(run.zeros), pytest.raises(errors.ForkedChainError) as caught:
         subscriber.update()
     assert "two histories" in caught.value.hint
 
@@ -303,7 +296,7 @@ def test_a_lower_epoch_is_refused(run: Run) -> None:
     assert manifest.epoch == 1
     run.store.put(manifest_key(5), seal(msgspec.structs.replace(manifest, epoch=0)))
     message = "version 5 is of epoch 0, older than the held 1"
-    with unchanged(run.zeros), pytest.raises(ForkedChainError, match=message):
+    with unchanged(run.zeros), pytest.raises(errors.ForkedChainError, match=message):
         subscriber.update()
 
 
@@ -312,9 +305,13 @@ def test_a_missing_manifest_is_named(run: Run, subscriber: Subscriber) -> None:
     Chain.open(run.store).write_head(5, ())
     run.store.delete(manifest_key(3))
     with unchanged(run.zeros):
-        with pytest.raises(BrokenChainError, match="manifest of version 3 is missing, head is 5"):
+        with pytest.raises(
+            errors.BrokenChainError, match="manifest of version 3 is missing, head is 5"
+        ):
             subscriber.update(3)
-        with pytest.raises((BrokenChainError, ObjectNotFoundError), match=manifest_key(3)):
+        with pytest.raises(
+            (errors.BrokenChainError, errors.ObjectNotFoundError), match=manifest_key(3)
+        ):
             subscriber.update()
 
 
@@ -322,15 +319,15 @@ def test_a_chain_without_versions_is_waited_for(run: Run) -> None:
     run.publish(1)
     for info in list(run.store.list("manifests/")):
         run.store.delete(info.key)
-    with pytest.raises(ChainError, match="no version yet") as caught:
+    with pytest.raises(errors.ChainError, match="no version yet") as caught:
         run.join(run.zeros)
     assert "wait" in caught.value.hint
 
 
 def test_a_chain_that_is_gone_is_said_to_be(run: Run, subscriber: Subscriber) -> None:
-    restore(run.store, {})
+    put_back(run.store, {})
     for version in (None, 3):
-        with pytest.raises(ObjectNotFoundError, match="the chain that was at memory:"):
+        with pytest.raises(errors.ObjectNotFoundError, match="the chain that was at memory:"):
             subscriber.update(version)
     assert subscriber.version == 2
 

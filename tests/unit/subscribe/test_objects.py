@@ -10,16 +10,8 @@ import pytest
 from safetensors.torch import save_file
 from torch import nn
 
+from deltachain import errors
 from deltachain.chain import chain
-from deltachain.errors import (
-    BrokenChainError,
-    ConfigError,
-    DeltaChainError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import EdgeRecord, seal, unseal
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
@@ -29,10 +21,10 @@ from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 from tests.support.values import present
 from tests.unit.subscribe.accidents import Run, unchanged
 
-UNUSABLE: dict[Action, type[DeltaChainError]] = {
-    "corrupt": DigestMismatchError,
-    "truncate": MalformedError,
-    "hide": ObjectNotFoundError,
+UNUSABLE: dict[Action, type[errors.DeltaChainError]] = {
+    "corrupt": errors.DigestMismatchError,
+    "truncate": errors.MalformedError,
+    "hide": errors.ObjectNotFoundError,
 }
 
 
@@ -90,7 +82,7 @@ def test_a_swapped_object_is_refused(run: Run, subscriber: Subscriber) -> None:
     keys = [next(run.store.list(delta(version))).key for version in (2, 3)]
     run.store.put(keys[0], run.store.get(keys[1]))
     # By its size or by its digest.
-    with unchanged(run.zeros), pytest.raises(FormatError) as caught:
+    with unchanged(run.zeros), pytest.raises(errors.FormatError) as caught:
         subscriber.update()
     assert caught.value.key == keys[0]
 
@@ -126,7 +118,7 @@ def test_an_unknown_encoding_disables_its_edge_alone(
     run: Run, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "ENCODINGS", frozenset({"dense"}))  # a reader before steps
-    with unchanged(run.zeros), pytest.raises(BrokenChainError) as caught:
+    with unchanged(run.zeros), pytest.raises(errors.BrokenChainError) as caught:
         subscriber.update()
     assert "anchor" in caught.value.hint
     run.add_anchor()
@@ -196,7 +188,9 @@ def test_a_base_that_is_not_the_one_referred_to_is_refused(
     damage(base)
     tensors = tensors_of(based)
     message = "does not exist" if damage is gone else r"model\.safetensors"
-    refused = pytest.raises(ConfigError if damage is gone else FormatError, match=message)
+    refused = pytest.raises(
+        errors.ConfigError if damage is gone else errors.FormatError, match=message
+    )
     with unchanged(tensors), refused as caught:
         run.join(tensors, base=base)
     if damage is gone:

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import (
-    BaseMismatchError,
-    DeltaChainError,
-    PartialApplyError,
-    PoisonedError,
-    TensorMismatchError,
-)
+from deltachain import errors
 from deltachain.kernels import torch_kernels
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber, TensorTarget
@@ -138,7 +132,7 @@ def test_nothing_is_written_to_tensors_that_were_replaced_since_the_stage(
     served.publish()
     staged = present(served.subscriber.stage())
     change(served.module)
-    with pytest.raises(BaseMismatchError, match="were replaced or written to since"):
+    with pytest.raises(errors.BaseMismatchError, match="were replaced or written to since"):
         served.subscriber.swap(staged)
     assert served.subscriber.version is None
     served.subscriber.update()
@@ -162,10 +156,10 @@ def test_tensors_that_the_chain_does_not_fit_any_more_are_refused(
     served.publish()
     staged = present(subscriber.stage())
     change(served.module)
-    with pytest.raises(TensorMismatchError):
+    with pytest.raises(errors.TensorMismatchError):
         subscriber.swap(staged) if looks == "swap" else getattr(subscriber, looks)()
     assert subscriber.version is None
-    with pytest.raises(DeltaChainError):
+    with pytest.raises(errors.DeltaChainError):
         subscriber.update()
     assert subscriber.version is None
 
@@ -227,7 +221,7 @@ def test_tensors_that_cannot_be_written_in_place_are_refused(
 ) -> None:
     run.publish()
     run.zeros["layer.weight"] = kind(run.zeros["layer.weight"], tmp_path)
-    with pytest.raises(DeltaChainError, match=why) as caught:
+    with pytest.raises(errors.DeltaChainError, match=why) as caught:
         run.join(run.zeros)
     assert caught.value.hint
 
@@ -235,9 +229,9 @@ def test_tensors_that_cannot_be_written_in_place_are_refused(
 def test_a_version_that_is_no_number_is_refused(run: Run) -> None:
     run.publish()
     subscriber: Any = run.subscribe(run.zeros)
-    with pytest.raises(DeltaChainError, match="version='1' is a str"):
+    with pytest.raises(errors.DeltaChainError, match="version='1' is a str"):
         subscriber.update("1")
-    with pytest.raises(DeltaChainError, match="version='0' is a str"):
+    with pytest.raises(errors.DeltaChainError, match="version='0' is a str"):
         subscriber.rollback("0")
 
 
@@ -292,7 +286,7 @@ def test_a_failed_write_is_taken_back_bit_for_bit(
     run: Run, subscriber: Subscriber, writes: Writes, failure: BaseException, nth: int
 ) -> None:
     writes.fail({nth: failure})
-    taken_back = pytest.raises(PartialApplyError, match="taken back")
+    taken_back = pytest.raises(errors.PartialApplyError, match="taken back")
     with unchanged(run.zeros), taken_back as caught:
         subscriber.update()
     assert caught.value.tensor == writes.done[nth - 1]
@@ -316,7 +310,7 @@ def test_a_failure_while_taking_back_poisons_and_heals(
     run: Run, subscriber: Subscriber, writes: Writes
 ) -> None:
     writes.fail(TWICE.copy())
-    with pytest.raises(PoisonedError, match="so did taking it back"):
+    with pytest.raises(errors.PoisonedError, match="so did taking it back"):
         subscriber.update()
     assert subscriber.poisoned
     assert subscriber.version is None
@@ -373,7 +367,7 @@ def test_a_failure_after_something_was_lost_poisons_and_heals(run: Run, writes: 
     subscriber, staged, prepared = staged_within(run, 0)
     assert len(prepared.deferred) > 3
     writes.fail({3: LOST})
-    with pytest.raises(PoisonedError, match="was overwritten") as caught:
+    with pytest.raises(errors.PoisonedError, match="was overwritten") as caught:
         subscriber.swap(staged)
     assert caught.value.tensor == writes.done[2]
     assert subscriber.version is None
@@ -385,7 +379,7 @@ def test_a_failure_before_anything_was_lost_is_taken_back(run: Run, writes: Writ
     subscriber, staged, prepared = staged_within(run, 195)
     assert len(prepared.patches) > 1
     writes.fail({2: LOST})
-    with unchanged(run.zeros), pytest.raises(PartialApplyError):
+    with unchanged(run.zeros), pytest.raises(errors.PartialApplyError):
         subscriber.swap(staged)
     assert subscriber.version == 1
 
@@ -452,7 +446,7 @@ def test_a_target_of_another_model_is_refused_and_not_written_to(run: Run, kind:
     run.publish()
     target = wrong_targets(run.model)[kind]
     for _ in range(2):  # and again when asked again
-        with unchanged(target), pytest.raises(TensorMismatchError) as caught:
+        with unchanged(target), pytest.raises(errors.TensorMismatchError) as caught:
             run.join(target)
         assert caught.value.tensor
 

@@ -4,24 +4,18 @@ from typing import Any, Final
 
 import pytest
 
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    DeltaChainError,
-    ForkedChainError,
-    ObjectNotFoundError,
-    StoreWentBackError,
-)
+from deltachain import errors
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, MIRROR_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.subscriber import LOOK_BACK, Times
 from deltachain.types import Buffer
+from tests.support.backup import objects_of, put_back
 from tests.support.faults import FaultyStore
 from tests.support.models import replica_of
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
-from tests.unit.subscribe.accidents import Run, Told, copy, nothing, restore, rewrite
+from tests.unit.subscribe.accidents import Run, Told, nothing, rewrite
 from tests.unit.subscribe.clock import Clock
 
 HOUR = 3600.0
@@ -40,7 +34,7 @@ def subscriber(run: Run) -> Subscriber:
     return run.subscribe(run.zeros)
 
 
-def troubles(told: Told) -> list[DeltaChainError]:
+def troubles(told: Told) -> list[errors.DeltaChainError]:
     """What was wrong, of a follower that ended without any trouble or doubt."""
     assert (told.said[-1], told.subscriber.watch.doubt) == (None, None)
     return [exc for exc in told.said if exc is not None]
@@ -66,11 +60,11 @@ def test_a_gap_behind_what_is_held_is_named_in_every_mode(
     )
     assert list(follow) == []
     wrong = told.said[-1]
-    assert isinstance(wrong, BrokenChainError)
+    assert isinstance(wrong, errors.BrokenChainError)
     assert wrong.version in missing
     assert f"manifest of version {wrong.version} is missing" in str(wrong)
     assert subscriber.watch.doubt is None  # what is held is the chain's
-    with pytest.raises(BrokenChainError, match="is missing"):
+    with pytest.raises(errors.BrokenChainError, match="is missing"):
         subscriber.update()
 
 
@@ -136,12 +130,12 @@ def test_a_store_that_went_back_is_said_to_and_heals(
     if record:
         run.store.put(MIRROR_KEY, record)
     run.publish(*range(1, 7 - back))
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(*range(7 - back, 7))
-    newest = copy(run.store)
-    told.run(lambda: restore(run.store, earlier), lambda: restore(run.store, newest))
+    newest = objects_of(run.store)
+    told.run(lambda: put_back(run.store, earlier), lambda: put_back(run.store, newest))
     wrong = troubles(told)
-    assert {type(exc) for exc in wrong} == {StoreWentBackError}
+    assert {type(exc) for exc in wrong} == {errors.StoreWentBackError}
     assert f"version 6 is held, the newest there is {6 - back}" in str(wrong[0])
     assert [exc is None for exc in told.doubts] == [exc is None for exc in told.said]
 
@@ -150,28 +144,28 @@ def test_a_follower_that_comes_back_to_an_older_store_does_not_believe_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3)
     run.join(replica_of(run.model, "folder", run.mirror)).close()
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     with run.subscribe(run.mirror) as again:
         told = Told(again, Clock(again, monkeypatch))
         assert told.run(nothing) == []
         assert None not in told.said
-        assert isinstance(again.watch.doubt, StoreWentBackError)
-        with pytest.raises(StoreWentBackError, match="rollback` to 1"):
+        assert isinstance(again.watch.doubt, errors.StoreWentBackError)
+        with pytest.raises(errors.StoreWentBackError, match="rollback` to 1"):
             again.update()
 
 
 def test_a_status_never_lags_by_less_than_nothing(run: Run, subscriber: Subscriber) -> None:
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3)
     subscriber.update()
     held = present(subscriber.held)
     status = subscriber.status()
     assert (status.lag_versions, status.doubt, status.manifest) == (0, "", held.manifest)
-    restore(run.store, earlier)
+    put_back(run.store, earlier)
     status = subscriber.status()
     assert (status.head, status.lag_versions) == (1, None)
     assert status.doubt.startswith("the store went back: version 3 is held")
@@ -179,11 +173,11 @@ def test_a_status_never_lags_by_less_than_nothing(run: Run, subscriber: Subscrib
 
 def test_a_rollback_to_what_is_there_leads_out(run: Run, told: Told) -> None:
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3)
-    told.run(lambda: restore(run.store, earlier))
+    told.run(lambda: put_back(run.store, earlier))
     subscriber = told.subscriber
-    assert isinstance(subscriber.watch.doubt, StoreWentBackError)
+    assert isinstance(subscriber.watch.doubt, errors.StoreWentBackError)
     subscriber.rollback(1)
     subscriber.release()
     assert run.matches(run.zeros, 1)
@@ -198,16 +192,16 @@ def test_a_rollback_to_what_is_there_leads_out(run: Run, told: Told) -> None:
 def test_a_history_that_was_rewritten_ends_it(run: Run, told: Told, further: int) -> None:
     """Also when it is exactly as long as the one that is held."""
     run.publish(1)
-    earlier = copy(run.store)
+    earlier = objects_of(run.store)
     run.publish(2, 3, 4)
 
     def lose() -> None:
-        restore(run.store, earlier)
+        put_back(run.store, earlier)
         rewrite(run.store, range(2 + further))
 
-    with pytest.raises(ForkedChainError, match=r"version 4|version 5"):
+    with pytest.raises(errors.ForkedChainError, match=r"version 4|version 5"):
         told.run(lose)
-    assert isinstance(told.subscriber.watch.doubt, ForkedChainError)
+    assert isinstance(told.subscriber.watch.doubt, errors.ForkedChainError)
     assert told.subscriber.version == 4
 
 
@@ -231,12 +225,17 @@ def test_one_stale_look_is_of_no_consequence(run: Run, told: Told, key: str) -> 
         assert set(told.doubts) == {None}
 
 
-def test_a_chain_whose_identity_is_lost_says_so_and_heals(run: Run, told: Told) -> None:
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_chain_whose_identity_is_lost_says_so_and_heals(
+    run: Run, told: Told, *, is_emptied: bool
+) -> None:
+    """A folder that is not mounted has no objects, and looks like one where nothing is new."""
     run.publish(1)
-    data = run.store.get(CHAIN_KEY)
-    told.run(lambda: run.store.delete(CHAIN_KEY), lambda: run.store.put(CHAIN_KEY, data))
+    before = objects_of(run.store)
+    left = {} if is_emptied else {key: before[key] for key in before if key != CHAIN_KEY}
+    told.run(lambda: put_back(run.store, left), lambda: put_back(run.store, before))
     wrong = troubles(told)
-    assert {type(exc) for exc in wrong} == {ObjectNotFoundError}
+    assert {type(exc) for exc in wrong} == {errors.ObjectNotFoundError}
     assert "is lost: chain.json is gone" in str(wrong[0])
     assert any(told.doubts)
 
@@ -246,7 +245,9 @@ def test_another_chain_at_the_url_is_named(run: Run, told: Told) -> None:
     mine = run.store.get(CHAIN_KEY)
     chain = told.subscriber.chain.identity.chain.encode()
     other = mine.replace(chain, b"f" * len(chain))
-    with pytest.raises((ChainMismatchError, ForkedChainError), match="f" * len(chain)) as caught:
+    with pytest.raises(
+        (errors.ChainMismatchError, errors.ForkedChainError), match="f" * len(chain)
+    ) as caught:
         told.run(lambda: run.store.put(CHAIN_KEY, other))
     assert "corrupt" not in str(caught.value)
     assert told.subscriber.watch.doubt is caught.value

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.store import open_store
 from tests.support.seaweed import Seaweed
 
 pytestmark = pytest.mark.full
@@ -28,17 +27,3 @@ def test_server_is_reached_from_this_machine_alone(seaweed: Seaweed) -> None:
     assert {address for address, _ in found} == {"0100007F"}
     first = seaweed.port - 6
     assert {port for _, port in found} == set(range(first, first + 8))
-
-
-def test_killed_server_has_its_objects_again(seaweed: Seaweed) -> None:
-    store = open_store(seaweed.url("kept"), seaweed.options)
-    store.put("a", b"data")
-    pid, endpoint = seaweed.pid, seaweed.endpoint
-    seaweed.kill()
-    assert seaweed.pid == 0
-    assert not Path(f"/proc/{pid}").exists()
-    seaweed.restart()
-    assert seaweed.endpoint == endpoint
-    assert seaweed.pid not in (0, pid)
-    assert store.get("a") == b"data"
-    store.close()

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.codec.encodings.max import tiles
 from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
@@ -15,14 +16,6 @@ from deltachain.codec.encodings.max.classes import (
     popcount,
     rule_of,
     thread_scratch,
-)
-from deltachain.codec.encodings.max.tiles import (
-    ESCAPE,
-    NEVER,
-    Bytes,
-    CodedTiles,
-    TileGrid,
-    most_nbytes,
 )
 from deltachain.kernels.compiling import compiled
 from deltachain.types import Bits, Indices
@@ -56,13 +49,13 @@ def _put_ones(out: Any, state: Any, count: Any) -> None:
 def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:
     negative = (step >> _U(element - 1)) & _U(1)
     _put(out, state, negative, 1)
-    if size == NEVER:
+    if size == tiles.NEVER:
         return
     top = _U(0xFFFFFFFFFFFFFFFF) >> _U(64 - element)
     excess = (((_U(0) - step) if negative else step) - _U(1)) & top
     quotient = excess >> _U(size)
-    if quotient >= _U(ESCAPE):
-        _put_ones(out, state, ESCAPE)
+    if quotient >= _U(tiles.ESCAPE):
+        _put_ones(out, state, tiles.ESCAPE)
         half = min(element, 32)
         _put(out, state, excess & _U(0xFFFFFFFF), half)
         if element == 64:
@@ -223,9 +216,9 @@ def encode_tiles(
     indices: Indices,
     steps: Bits,
     old: Bits,
-    table: Bytes,
-    grid: TileGrid,
-) -> CodedTiles:
+    table: tiles.Bytes,
+    grid: tiles.TileGrid,
+) -> tiles.CodedTiles:
     """Encode the changes of some segments.
 
     Args:
@@ -240,7 +233,7 @@ def encode_tiles(
     counts = np.diff(np.searchsorted(indices, [*windows[:, 0], int(windows[-1].sum())]))
     most = int(counts.max(initial=0))
     room = [
-        most_nbytes(length, count, grid.cuts)
+        tiles.most_nbytes(length, count, grid.cuts)
         for length, count in zip(windows[:, 1].tolist(), counts.tolist(), strict=True)
     ]
     scratch = (
@@ -255,4 +248,4 @@ def encode_tiles(
     data, nbytes = np.empty(sum(room), np.uint8), np.empty(len(windows), np.int64)
     how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), table
     end = _encode(windows, (indices, steps), old, how, scratch, (data, nbytes))
-    return CodedTiles(data[:end].copy(), nbytes)
+    return tiles.CodedTiles(data[:end].copy(), nbytes)

@@ -12,18 +12,8 @@ from typing_extensions import override
 
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.encodings.max import tiles
 from deltachain.codec.encodings.max.table import BinCounts, table_of
-from deltachain.codec.encodings.max.tiles import (
-    BINS,
-    MAX_CUTS,
-    MAX_RATE,
-    MAX_SIZE,
-    NEVER,
-    Bytes,
-    TileGrid,
-    TileStreams,
-    most_nbytes,
-)
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import OldBits, TensorDelta
@@ -67,7 +57,7 @@ BINNED: Final[Mapping[str, tuple[int, int]]] = {
 highest bits of it. Of dtypes of one byte, it is the code; of all others, there is one bin."""
 
 _STEP: Final = StepEncoding()
-_UNUSED: Final = np.full(2 * BINS, NEVER, np.uint8)
+_UNUSED: Final = np.full(2 * tiles.BINS, tiles.NEVER, np.uint8)
 """Rates and sizes of a tensor that did not change."""
 
 
@@ -132,18 +122,21 @@ class MaxEncoding(Encoding):
         columns = row.shape[-1] if row.shape else 1
         divides = row.gap <= 1 or (columns > 0 and columns % row.gap == 0)
         fits = row.gap > 0 or numel <= SEGMENT
-        return row.gap <= MAX_CUTS and fits and divides
+        return row.gap <= tiles.MAX_CUTS and fits and divides
 
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         columns = row.shape[-1] if row.gap > 1 else 1
         whole_rows = (segment.start % columns == 0) & (segment.length % columns == 0)
-        fits = segment.gaps <= most_nbytes(segment.length, segment.nnz, max(row.gap, 1))
+        fits = segment.gaps <= tiles.most_nbytes(segment.length, segment.nnz, max(row.gap, 1))
         return whole_rows & fits & (segment.exceptions == 0) & (segment.wide == 0)
 
     @override
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
-        return {"class": 2 * BINS if row.segments else 0, "tile": sum(s.gaps for s in segments)}
+        return {
+            "class": 2 * tiles.BINS if row.segments else 0,
+            "tile": sum(s.gaps for s in segments),
+        }
 
     @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
@@ -178,7 +171,7 @@ class MaxEncoding(Encoding):
         segments = [Segment(start, length, nnz, n) for (start, length), nnz, n in rows]
         return EncodedTensor(cuts, segments)
 
-    def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], TileStreams]:
+    def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], tiles.TileStreams]:
         """Return the segments of a tensor, and their tiles, for the kernels that decode them."""
         old = tensor.old
         if not tensor.row.gap:
@@ -199,7 +192,7 @@ class MaxEncoding(Encoding):
             if not _is_canonical(table, grid.mask):
                 raise tensor.malformed("rates and sizes are not canonical")
             wanted = None if old.held is None else _wanted(tensor, grid, old.held)
-        return tensor.table, TileStreams(data, old.bits, table, grid, wanted)
+        return tensor.table, tiles.TileStreams(data, old.bits, table, grid, wanted)
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
@@ -226,7 +219,7 @@ class MaxEncoding(Encoding):
 
 
 def _wanted(
-    tensor: TensorReader, grid: TileGrid, held: npt.NDArray[np.bool_]
+    tensor: TensorReader, grid: tiles.TileGrid, held: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
     wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
     for number, segment in enumerate(tensor.segments):
@@ -260,18 +253,18 @@ def _no_bits(spec: TensorSpec, numel: int) -> OldBits:
     return OldBits(np.zeros(numel, spec.bits_dtype))
 
 
-def _grid(spec: TensorSpec, cuts: int, start: int) -> TileGrid:
+def _grid(spec: TensorSpec, cuts: int, start: int) -> tiles.TileGrid:
     if not cuts:
-        return TileGrid(1, 1, 0, 0, start)
+        return tiles.TileGrid(1, 1, 0, 0, start)
     shift, mask = BINNED.get(spec.dtype, (0, 255 if spec.itemsize == 1 else 0))
-    return TileGrid(spec.shape[-1] if spec.shape else 1, cuts, shift, mask, start)
+    return tiles.TileGrid(spec.shape[-1] if spec.shape else 1, cuts, shift, mask, start)
 
 
-def _is_canonical(table: Bytes, mask: int) -> bool:
-    rates, sizes = table[:BINS], table[BINS:]
-    fits = (rates == NEVER) | (rates <= MAX_RATE)
-    fits &= (sizes == NEVER) | ((sizes <= MAX_SIZE) & (rates != NEVER))
-    return bool(fits.all()) and bool((rates[mask + 1 :] == NEVER).all())
+def _is_canonical(table: tiles.Bytes, mask: int) -> bool:
+    rates, sizes = table[: tiles.BINS], table[tiles.BINS :]
+    fits = (rates == tiles.NEVER) | (rates <= tiles.MAX_RATE)
+    fits &= (sizes == tiles.NEVER) | ((sizes <= tiles.MAX_SIZE) & (rates != tiles.NEVER))
+    return bool(fits.all()) and bool((rates[mask + 1 :] == tiles.NEVER).all())
 
 
 def tiling(spec: TensorSpec) -> Tiling:

@@ -8,14 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    EngineDamagedError,
-    PartialApplyError,
-    PoisonedError,
-    UnfinishedSwapError,
-)
 from deltachain.replica import rank
 from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.classes import agree
@@ -234,7 +229,7 @@ def test_an_engine_that_cannot_undo_it_must_be_restarted(tmp_path: Path) -> None
             memory.fill_(7)
 
     model, _ = failing(tmp_path, spoil)
-    with pytest.raises(EngineDamagedError, match="restart the engine"):
+    with pytest.raises(errors.EngineDamagedError, match="restart the engine"):
         discover(model, source_of(model))
 
 
@@ -427,7 +422,9 @@ def test_what_a_reload_left_stale_is_refused_and_taken_back(
     bench = Bench(tmp_path, hides=hides)
     assert set(bench.agreement.classes.values()) == {"reloaded"}
     bench.model.quantise = only(bench.model, "b", stale)
-    with pytest.raises(PartialApplyError, match=f"b is not what a fresh load .* gives: {why}"):
+    with pytest.raises(
+        errors.PartialApplyError, match=f"b is not what a fresh load .* gives: {why}"
+    ):
         bench.rank.swap(1, 1, back=False)
     assert bench.holds(bench.old)
     bench.model.quantise = quantise
@@ -443,12 +440,12 @@ def test_beside_other_ranks_the_old_bits_are_loaded_when_all_load(
     bench.rank.agree(bench.agreement.classes, bench.rank._holders, alone=False)
     bench.restage()
     bench.model.quantise = only(bench.model, "b", stale_scale)
-    with pytest.raises(UnfinishedSwapError, match="could not load version 1: b is not"):
+    with pytest.raises(errors.UnfinishedSwapError, match="could not load version 1: b is not"):
         bench.rank.swap(1, 1, back=False)
     loaded = len(bench.model.apart)
     if fails:
         bench.model.quantise = only(bench.model, "b", wrong)
-        with pytest.raises(PoisonedError, match="neither version 1 nor the old bits"):
+        with pytest.raises(errors.PoisonedError, match="neither version 1 nor the old bits"):
             bench.rank.swap(1, 1, back=True)
         return
     bench.model.quantise = quantise
@@ -468,11 +465,11 @@ def test_a_rank_that_cannot_write_loads_as_often_as_the_others(
     bench.restage()
 
     def lost(*_: object) -> None:
-        raise PartialApplyError("device lost", version=1)
+        raise errors.PartialApplyError("device lost", version=1)
 
     with monkeypatch.context() as patched:
         patched.setattr(rank, "write_all", lost)
-        with pytest.raises(UnfinishedSwapError, match="device lost"):
+        with pytest.raises(errors.UnfinishedSwapError, match="device lost"):
             bench.rank.swap(1, 1, back=False)
     assert bench.model.apart == ["a", "b"]
     bench.rank.swap(1, 1, back=True)
@@ -504,7 +501,7 @@ def test_layers_that_nobody_can_look_into_are_not_called_compared(
 def test_old_bits_that_cannot_be_proven_are_not_called_old_bits(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.model.quantise = only(bench.model, "b", wrong)
-    with pytest.raises(PoisonedError, match="neither version 1 nor the old bits"):
+    with pytest.raises(errors.PoisonedError, match="neither version 1 nor the old bits"):
         bench.rank.swap(1, 1, back=False)
 
 
@@ -522,7 +519,7 @@ def test_every_group_is_loaded_even_after_one_that_differs(
     bench = Bench(tmp_path)
     monkeypatch.setattr(fresh_load, "TOGETHER", 1)
     bench.model.quantise = only(bench.model, "a", stale_scale)
-    with pytest.raises(PartialApplyError, match="a is not what"):
+    with pytest.raises(errors.PartialApplyError, match="a is not what"):
         bench.rank.swap(1, 1, back=False)
     assert bench.model.apart == ["a", "b"] * 2, "the new bits, and the old ones"
 

@@ -15,19 +15,9 @@ from deltachain.redact import LONGEST
 from deltachain.status import HealthLimits
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from spaces.dashboard import watcher
 from spaces.dashboard.chain_index import ChainIndex
 from spaces.dashboard.documents import PHASES, chart_document, page_document, version_document
-from spaces.dashboard.watcher import (
-    REPLICA_PHASES,
-    AlertKind,
-    PhaseTrack,
-    ReplicaReport,
-    alerts,
-    answered,
-    middle,
-    newest_known,
-    replica_phases,
-)
 from tests.support.faults import FaultyStore
 from tests.support.models import TinyModel, tensors_of
 from tests.support.values import present
@@ -50,7 +40,7 @@ def chain() -> Chain:
 
 @pytest.mark.parametrize("value", ["1", None, True, -1.0, inf, 1e300, [1.0], {}])
 def test_times_that_cannot_be_are_left_out(value: object) -> None:
-    assert replica_phases({"look": value, "fetch": 2, "other": 1.0}) == {"fetch": 2.0}
+    assert watcher.replica_phases({"look": value, "fetch": 2, "other": 1.0}) == {"fetch": 2.0}
 
 
 @pytest.mark.parametrize("last", [None, {}, {"version": 0}, {"version": "1"}, {"version": None}])
@@ -62,7 +52,7 @@ def test_times_of_another_version_are_not_those_of_the_held_one(
 
 
 def test_a_version_has_the_times_of_its_publisher_and_of_its_replicas(chain: Chain) -> None:
-    view, track = view_of(chain), PhaseTrack()
+    view, track = view_of(chain), watcher.PhaseTrack()
     manifest = chain.read(1).digest
     track.add("http://a", manifest, APPLIED)
     track.add("http://b", manifest, APPLIED | {"look": 2.5})
@@ -77,7 +67,7 @@ def test_a_version_has_the_times_of_its_publisher_and_of_its_replicas(chain: Cha
 
 
 def test_a_chart_has_a_column_of_each_known_phase(chain: Chain) -> None:
-    view, track = view_of(chain), PhaseTrack()
+    view, track = view_of(chain), watcher.PhaseTrack()
     columns = chart_document(view, track.middles(), 0, 9)["phases"]
     assert tuple(columns) == PHASES
     assert (columns["diff"], columns["look"]) == ([None, 0.25], [])
@@ -86,7 +76,7 @@ def test_a_chart_has_a_column_of_each_known_phase(chain: Chain) -> None:
 
 
 def test_medians_follow_what_is_added() -> None:
-    track = PhaseTrack()
+    track = watcher.PhaseTrack()
     for manifest, times in (("", APPLIED), ("m", {})):  # without one of the two nothing is kept
         track.add("http://a", manifest, times)
     assert (track.middles(), track.revision) == ({}, 0)
@@ -99,14 +89,14 @@ def test_medians_follow_what_is_added() -> None:
     track.add("http://0", "m", {"look": 1.5})
     assert track.middles() == {"m": {"look": 1.5}}
     assert track.revision > revision
-    assert middle({}) == {}
+    assert watcher.middle({}) == {}
 
 
 def test_the_oldest_versions_are_forgotten_first() -> None:
-    track = PhaseTrack(kept=6)
+    track = watcher.PhaseTrack(kept=6)
     for version in range(10):
         for engine in ("a", "b"):
-            track.add(engine, f"m{version}", dict.fromkeys(REPLICA_PHASES, 1.0))
+            track.add(engine, f"m{version}", dict.fromkeys(watcher.REPLICA_PHASES, 1.0))
     assert set(track.middles()) == {"m7", "m8", "m9"}
     assert track.of("m0") == {}
 
@@ -118,11 +108,11 @@ def test_a_follower_that_is_known_by_its_presence_has_phase_times() -> None:
     config = SubscribeConfig(url=store.url)
     with Subscriber(config, tensors_of(model), store=store) as subscriber:
         before = follower_status(subscriber, {}, engine="follow", trouble=None)
-        assert answered("a", before, 0.0).status.phases == {}
+        assert watcher.answered("a", before, 0.0).status.phases == {}
         receipt = present(subscriber.update())
         after = follower_status(subscriber, {}, engine="follow", trouble=None)
     assert tuple(receipt.phases) == PHASES
-    assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).status.phases.keys()
+    assert {"fetch", "stage", "swap"} <= watcher.answered("a", after, 0.0).status.phases.keys()
 
 
 def test_the_table_marks_what_is_pruned_and_tagged(chain: Chain) -> None:
@@ -251,8 +241,8 @@ def six() -> Chain:
     return chain_of(6)
 
 
-def kinds(six: Chain, *reports: ReplicaReport) -> list[str]:
-    return [alert.kind.value for alert in alerts(view_of(six), reports, LIMITS, NOW)]
+def kinds(six: Chain, *reports: watcher.ReplicaReport) -> list[str]:
+    return [alert.kind.value for alert in watcher.alerts(view_of(six), reports, LIMITS, NOW)]
 
 
 def test_a_replica_in_order_is_no_alert(six: Chain) -> None:
@@ -278,28 +268,28 @@ def test_a_replica_in_order_is_no_alert(six: Chain) -> None:
 def test_each_thing_that_is_wrong_is_named(
     six: Chain, version: int | None, changes: dict[str, Any], expected: list[str]
 ) -> None:
-    found = alerts(view_of(six), [report(six, version, **changes)], LIMITS, NOW)
+    found = watcher.alerts(view_of(six), [report(six, version, **changes)], LIMITS, NOW)
     assert [alert.kind.value for alert in found] == expected
     assert all(alert.engine == ENGINE and alert.message for alert in found)
 
 
 def test_a_replica_that_does_not_answer_is_silent(six: Chain) -> None:
-    assert kinds(six, ReplicaReport(engine=ENGINE)) == []  # not asked yet
-    assert kinds(six, ReplicaReport(engine=ENGINE, trouble="refused")) == ["silent"]
+    assert kinds(six, watcher.ReplicaReport(engine=ENGINE)) == []  # not asked yet
+    assert kinds(six, watcher.ReplicaReport(engine=ENGINE, trouble="refused")) == ["silent"]
     assert kinds(six, replace(report(six, 5), trouble="refused")) == ["silent"]
     hanging = replace(report(six, 5), answered_at=NOW - 31)
     assert kinds(six, hanging) == ["silent"]
 
 
 def test_a_version_committed_after_the_last_look_is_no_lie(six: Chain) -> None:
-    ahead = answered(ENGINE, status(six, 5, head=9), NOW + 1)
+    ahead = watcher.answered(ENGINE, status(six, 5, head=9), NOW + 1)
     assert kinds(six, ahead) == ["behind"]  # for the newest version is that which anybody saw
-    assert newest_known(view_of(six), [ahead]) == 9
+    assert watcher.newest_known(view_of(six), [ahead]) == 9
 
 
 def test_a_lie_does_not_make_others_late(six: Chain) -> None:
     liar = replace(report(six, 5, head=10**9), engine="http://liar")
-    assert newest_known(view_of(six), [liar, report(six, 5)]) == 5
+    assert watcher.newest_known(view_of(six), [liar, report(six, 5)]) == 5
     assert kinds(six, liar, report(six, 5)) == ["another chain"]
 
 
@@ -307,8 +297,8 @@ def test_lost_manifests_and_stores_are_alerts_of_the_chain() -> None:
     chain = chain_of(6)
     chain.store.delete(manifest_key(3))
     view = view_of(chain)
-    found = alerts(replace(view, trouble="no answer"), [], LIMITS, NOW)
-    assert [alert.kind for alert in found] == [AlertKind.STORE, AlertKind.HISTORY]
+    found = watcher.alerts(replace(view, trouble="no answer"), [], LIMITS, NOW)
+    assert [alert.kind for alert in found] == [watcher.AlertKind.STORE, watcher.AlertKind.HISTORY]
     assert "versions 3" in found[1].message
 
 

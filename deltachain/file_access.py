@@ -1,9 +1,10 @@
-"""Files of others, read by calls: who cuts one meanwhile causes an error here.
+"""Files that others may write to, read and written by calls: a cut or a full disk is an error.
 
-A read through a memory map, behind the end of a file that was cut, kills the process with SIGBUS,
-and each map holds a descriptor. Here a file is opened for each read.
+Access through a memory map then kills the process with SIGBUS, and each map holds a descriptor.
+Here a file is opened for each call.
 """
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Final
 import numpy as np
 
 from deltachain.errors import ConfigError, MalformedError
-from deltachain.types import Bits
+from deltachain.kernels import host
+from deltachain.types import Bits, Indices, TensorSpec
+
+WINDOW_NBYTES: Final = 256 << 10  # bytes of one read-modify-write
 
 _CHANGED_HINT: Final = (
     "let no other process write to this file while it is read: write a checkpoint to a new folder, "
@@ -88,6 +92,49 @@ class FileReader:
 def _mark(status: os.stat_result) -> tuple[int, ...]:
     """Return what differs once a file has other bytes, or another file has its name."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class FileBits:
+    """The bits of one tensor in a weights file."""
+
+    def __init__(self, file: Path, offset: int, spec: TensorSpec) -> None:
+        self.file = file
+        self._inode = file.stat().st_ino
+        self._range = FileRange(file, offset)
+        self._spec = spec
+
+    def read(self, start: int, stop: int) -> Bits:
+        """Read the current bits of the elements ``[start, stop)`` into new memory."""
+        bits = np.empty(min(stop, self._spec.numel) - start, self._spec.bits_dtype)
+        if bits.size:
+            self._range.read_into(start * self._spec.itemsize, bits.view(np.uint8).data)
+        return bits
+
+    def put(self, indices: Indices | None, new: Bits, start: int = 0) -> None:
+        """Write bits at increasing indices, or at all from ``start`` on."""
+        if not new.size:
+            return
+        descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "r+b", buffering=0) as out:
+            if os.fstat(descriptor).st_ino != self._inode:  # its tensors may lie elsewhere
+                raise OSError(errno.ESTALE, "another file was put in its place", str(self.file))
+            if indices is None:
+                self._write(out.fileno(), start, new)
+                return
+            window = WINDOW_NBYTES // self._spec.itemsize
+            starts = np.unique(indices // window) * window
+            first = np.searchsorted(indices, starts)
+            for at, low, high in zip(starts, first, [*first[1:], indices.size], strict=True):
+                block = self.read(int(at), int(at) + window)
+                host.scatter_(block, indices[low:high] - at, new[low:high])
+                self._write(out.fileno(), int(at), block)
+
+    def _write(self, descriptor: int, at: int, bits: Bits) -> None:
+        left = np.ascontiguousarray(bits).view(np.uint8).data
+        where = self._range.offset + at * self._spec.itemsize
+        while left:
+            done = os.pwrite(descriptor, left, where)
+            left, where = left[done:], where + done
 
 
 def map_file(path: Path) -> memoryview:
