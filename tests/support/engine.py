@@ -235,6 +235,7 @@ class FakeModel:
         self.root = nn.Module()
         self.failing: Callable[[str], None] = lambda _: None
         self.replaces = False
+        self.experts: dict[str, tuple[int, ...]] = {}
         full = read(checkpoint)
         for name, tensor in expected(self.share, full).items():
             live = torch.full_like(tensor, 7).to(device)
@@ -280,6 +281,9 @@ class FakeModel:
     def layers(self, names: Full) -> Mapping[str, frozenset[str]]:
         found = {name: frozenset(self._layers_of(name)) for name in names}
         return {name: layers for name, layers in found.items() if layers}
+
+    def slots(self) -> Mapping[str, tuple[int, ...]]:
+        return self.experts
 
     def processed(self) -> frozenset[str]:
         kinds = ("flipped", "stuck", "packed", "shadow")
