@@ -173,6 +173,7 @@ class Rank:
         self._stager: tuple[Layout, tuple[Stager, ...], frozenset[str]] | None = None
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
+        self._void: set[int] = set()  # tickets staged before experts moved
         self._unloaded: int | None = None  # ticket whose old bits are yet to be loaded again
         self._alone = True
         self._changing = Lock()
@@ -321,9 +322,8 @@ class Rank:
         """
         staged = self.staged.get(ticket)
         if staged is None:
-            raise errors.PartialApplyError(
-                f"nothing is staged under ticket {ticket}", version=version
-            )
+            kind = errors.ExpertsMovedError if ticket in self._void else errors.PartialApplyError
+            raise kind(f"nothing is staged under ticket {ticket}", version=version)
         self.check_addresses()
         is_done = (ticket in self._written) != back
         if is_done and ticket != self._unloaded:
@@ -479,6 +479,7 @@ class Rank:
         with self._changing:
             self._experts, self._attached = found, layout
             self._record = self._recorded(None)
+            self._void |= self.staged.keys()
             self.keep(())
 
     def check_addresses(self) -> None:
