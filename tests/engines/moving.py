@@ -24,7 +24,6 @@ from deltachain.replica.engine import EngineModel
 from deltachain.replica.leader import Leader
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings, ReplicaSettings
-from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig
 from tests.engines.families import checkpoint
 from tests.engines.matrix import copied, differences, engine_fresh, gather, live
@@ -153,12 +152,10 @@ def _examine(engine: Ranks, folder: Path, times: int) -> dict[str, Any]:
     trained, found = nn.Module(), Counter[str]()
     for name, tensor in load_file(folder / WEIGHTS_FILE).items():
         put(trained, name, nn.Parameter(tensor))
-    store = MemoryStore()
-    publisher = Publisher(PublishConfig(url=store.url), store=store).attach(trained)
-    settings = ReplicaSettings(
-        subscribe=SubscribeConfig(url=store.url, poll_s=0.001), spool=engine.folder / "spool"
-    )
-    leader = Leader(settings, engine, store=store)
+    url = str(engine.folder / "chain")
+    publisher = Publisher(PublishConfig(url=url)).attach(trained, alone=True)
+    subscribe = SubscribeConfig(url=url, poll_s=0.001)
+    leader = Leader(ReplicaSettings(subscribe=subscribe, spool=engine.folder / "spool"), engine)
     leader.update()
     truth = [full_of(trained)]
     for version in range(1, times + 1):

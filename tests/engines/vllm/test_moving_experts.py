@@ -15,6 +15,6 @@ def test_experts_that_move_are_found_two_hundred_times() -> None:
 
 
 def test_experts_that_move_between_ranks() -> None:
-    found, _ = two_ranks("tests.engines.moving:examine", 2, 40)
+    found, _ = two_ranks("tests.engines.moving:examine", 2, 40, deadline_s=900)
     assert (found["wrong"], found["another state"], found["differs"]) == (0, 0, [[], []])
     assert found["refused"] >= EXPERTS
