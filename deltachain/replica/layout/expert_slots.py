@@ -6,7 +6,6 @@ if both agree: an expert has the same tensors in all of its slots, and in those 
 and no two experts have the same ones. The bits that moved are proven by the state digest.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias

@@ -113,7 +113,7 @@ def load_moving(
             held: Any = model.routed_experts_weights_of_layer
             new = ExpertLocationMetadata.init_by_mapping(config, torch.tensor(rows), rank)
             with patch.object(torch.cpu, "empty_cache", create=True):
-                updater.update(held, new, list(held), nnodes=1, rank=rank)
+                updater.update(held, new, list(held.keys()), nnodes=1, rank=rank)
 
         yield known(config, model), model, move
 
