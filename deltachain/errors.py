@@ -33,7 +33,8 @@
     │   ├── TensorMismatchError              unknown name, shape or dtype; nothing written -> fix mapping
     │   │   └── EngineDamagedError           it computes something else now      -> restart the engine
     │   ├── PartialApplyError                failed while writing                -> restored, or poisoned
-    │   │   └── LeaderReplacedError          another leader has the ranks; nothing written -> stop this one
+    │   │   ├── LeaderReplacedError          another leader has the ranks; nothing written -> stop this one
+    │   │   └── ExpertsMovedError            experts are in other slots; nothing written -> stage again
     │   ├── UnfinishedSwapError              a rank could not load               -> undone on all
     │   └── PoisonedError                    state cannot be proven             -> heal from nothing
     └── ControlPlaneError                    never fatal to a role               -> log once, continue
@@ -335,6 +336,12 @@ class LeaderReplacedError(PartialApplyError):
     """Another leader has attached to the ranks of this replica; nothing was written."""
 
     default_hint = "a replica has one leader: stop this one, or restart the engine to attach again"
+
+
+class ExpertsMovedError(PartialApplyError):
+    """The engine has moved experts since they were found, or is moving them; nothing was written."""
+
+    default_hint = "stage again: the ranks then find them anew"
 
 
 class UnfinishedSwapError(ApplyError):

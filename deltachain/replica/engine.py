@@ -125,6 +125,15 @@ class EngineModel(Protocol):
             names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         """
 
+    def slots(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the number of the expert in each slot of this rank, by layer, as of now.
+
+        ``load`` writes every expert into all of its slots. Empty if the engine moves no experts.
+
+        Raises:
+            ExpertsMovedError: The engine is moving some.
+        """
+
     def processed(self) -> frozenset[str]:
         """Return the names of layers with post-load processing."""
 

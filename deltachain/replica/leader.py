@@ -198,7 +198,8 @@ class Leader:
         staged, self.staged = self.staged, None
         if staged is None or staged.to.version != version:
             return None
-        with suppress(errors.BaseMismatchError):  # another version was swapped in: stage again
+        # Another version was swapped in, or experts moved: stage again.
+        with suppress(errors.BaseMismatchError, errors.ExpertsMovedError):
             return self.subscriber.swap(staged)
         return None
 
@@ -338,12 +339,12 @@ class Leader:
     def _reach(
         self, update: Callable[[], ApplyReceipt | None], asked: Version | None
     ) -> ApplyReceipt | None:
-        """Update; if that shows that the held version is unknown, once more, now from nothing."""
+        """Update; once more if the held version turns out unknown, or experts moved meanwhile."""
         try:
             receipt = update()
         except errors.DeltaChainError as exc:
             self._failed(exc, asked)
-            if not self.subscriber.poisoned:
+            if not (self.subscriber.poisoned or isinstance(exc, errors.ExpertsMovedError)):
                 raise
             try:
                 receipt = update()

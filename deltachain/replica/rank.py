@@ -44,6 +44,7 @@ from .host_staging import HostStager
 from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
+from .layout.expert_slots import ExpertSlots
 from .layout.fresh_load import expect_fresh
 from .layout.in_place import again, read_back
 from .layout.kept_proof import find_layout
@@ -172,6 +173,7 @@ class Rank:
         self._stager: tuple[Layout, tuple[Stager, ...], frozenset[str]] | None = None
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
+        self._void: set[int] = set()  # tickets staged before experts moved
         self._unloaded: int | None = None  # ticket whose old bits are yet to be loaded again
         self._alone = True
         self._changing = Lock()
@@ -179,6 +181,7 @@ class Rank:
         self._specs = {spec.name: spec for spec in specs}
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
+            self._experts = ExpertSlots(model, self._source)
             self._attached = find_layout(model, self._source, proofs)
         trim_memory()  # test loads
         self._tables = RuntimeTables(model.modules())
@@ -319,9 +322,8 @@ class Rank:
         """
         staged = self.staged.get(ticket)
         if staged is None:
-            raise errors.PartialApplyError(
-                f"nothing is staged under ticket {ticket}", version=version
-            )
+            kind = errors.ExpertsMovedError if ticket in self._void else errors.PartialApplyError
+            raise kind(f"nothing is staged under ticket {ticket}", version=version)
         self.check_addresses()
         is_done = (ticket in self._written) != back
         if is_done and ticket != self._unloaded:
@@ -441,6 +443,7 @@ class Rank:
 
         Blocks the engine. Afterwards it holds the copies, even if another process had written.
         """
+        self.check_experts()
         with settled():
             layers = self._attached.layers
             state = ModelState(self.model, self._source, layers=layers)
@@ -458,11 +461,33 @@ class Rank:
         storages = {one.live.untyped_storage().data_ptr() for one in placed}
         return LiveRecord(self.model, storages, first)
 
+    def check_experts(self) -> None:
+        """Raise an :class:`ExpertsMovedError` if experts have moved since :meth:`find_experts`."""
+        if self.model.slots() != self._experts.slots:
+            raise errors.ExpertsMovedError("the engine moved experts to other slots")
+
+    def find_experts(self) -> None:
+        """Find the places of all tensors again if experts have moved.
+
+        Afterwards all ranks must agree again. Call it in the engine's own thread only.
+        """
+        if self.model.slots() == self._experts.slots:
+            return
+        with settled():
+            found = ExpertSlots(self.model, self._source, self._experts)
+            layout = found.moved(self._attached, self._experts)
+        with self._changing:
+            self._experts, self._attached = found, layout
+            self._record = self._recorded(None)
+            self._void |= self.staged.keys()
+            self.keep(())
+
     def check_addresses(self) -> None:
         """Check whether the engine moved or replaced tensors; if so, find their places again.
 
         Call it in the engine's own thread only: the engine must neither run nor load meanwhile.
         """
+        self.check_experts()
         why = self._record.difference(self.model)
         if not why:
             return
@@ -610,7 +635,9 @@ class RankService:
         folder = self._folder_id(*request.probe) if request.probe else ""
         known = (one.rank for one in (self._lead, self._next) if one.rank is not None)
         rank = next((one for one in known if one.is_for(request.specs, request.aliases)), None)
-        if rank is None:
+        if rank is not None:
+            rank.find_experts()
+        else:
             self.settle()  # weights hold other bits while their layout is found
             decode, proofs = self._settings.decode, self._settings.proofs
             rank = Rank(self._model(), request.specs, request.aliases, decode=decode, proofs=proofs)
@@ -727,7 +754,12 @@ class RankService:
         job = self._jobs.get(request.ticket)
         if job is None:
             raise errors.ApplyError(f"rank {self.number} knows nothing of ticket {request.ticket}")
-        return job.result() if job.done() else wire.PendingReply()
+        if not job.done():
+            return wire.PendingReply()
+        reply = job.result()
+        if not isinstance(reply, wire.FetchedReply):
+            self.rank.check_experts()  # in the engine's own thread: none moves meanwhile
+        return reply
 
     def _swap(self, request: wire.SwapRequest) -> wire.SwapReply:
         seconds = self.rank.swap(request.ticket, request.version, back=request.back)

@@ -185,6 +185,7 @@ class ReplicaTarget(Target):
         self._url = url
         self._spool = spool
         self._specs: Mapping[str, TensorSpec] = {}
+        self._aliases: Mapping[str, str] = {}
         self._numbers = itertools.count(1)  # of tickets
         self.engine = engine
         self._count = 0  # of ranks; 0 until known
@@ -198,6 +199,7 @@ class ReplicaTarget(Target):
         self.ranks: Sequence[wire.RankReply] = ()
         self._named: Version | None = None
         self._unused = UnusedState()
+        self._orphans: Sequence[wire.FindUnusedReply] = ()
         self._leads = False
 
     @property
@@ -255,7 +257,7 @@ class ReplicaTarget(Target):
 
         An earlier leader of the engine stays in charge until all ranks have agreed.
         """
-        self._specs = specs
+        self._specs, self._aliases = specs, aliases
         with shown(self._spool) as probe:
             request = wire.AttachRequest(
                 url=self._url, specs=tuple(specs.values()), aliases=dict(aliases), probe=probe
@@ -263,10 +265,12 @@ class ReplicaTarget(Target):
             attached = self._ask(request, wire.AttachReply)
         ranks = [reply.tensors for reply in attached]
         self._fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
-        lost, more = tuple(orphans(specs, ranks)), list[wire.FindUnusedReply]()
+        lost = tuple(orphans(specs, ranks))
         if lost:
-            more = self._ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
-            ranks = [one | other.tensors for one, other in zip(ranks, more, strict=True)]
+            if not self._leads:  # experts that moved change nothing of it
+                self._orphans = self._ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
+            more = zip(ranks, self._orphans, strict=True)
+            ranks = [one | other.tensors for one, other in more]
         agreement = self.agreement = agree(specs.values(), ranks)
         refused = agreement.refused
         if refused:
@@ -289,10 +293,11 @@ class ReplicaTarget(Target):
         self.ranks = self._ask(agreed, wire.AgreeReply)
         self._count = len(ranks)
         self._ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
+        if not self._leads:
+            known = self._orphans[0].digests if self._orphans else {}
+            unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
+            self._unused = UnusedState({name: known.get(name) for name in unused})
         self._leads = True
-        known = more[0].digests if more else {}
-        unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
-        self._unused = UnusedState({name: known.get(name) for name in unused})
         logger.info("%s", summary(len(ranks), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
@@ -338,6 +343,13 @@ class ReplicaTarget(Target):
 
     def state(self) -> StateDigest | None:
         """Recompute the state digest from the live bits of every rank; see :class:`Target`."""
+        try:
+            return self._state()
+        except errors.ExpertsMovedError:
+            self.bind(self._specs, self._aliases)
+            return self._state()
+
+    def _state(self) -> StateDigest | None:
         self.check_leads()  # another leader's version cannot be judged here
         if not self._loads_the_same():
             return None  # another process wrote to loaded tensors, or the engine cannot load
@@ -363,15 +375,26 @@ class ReplicaTarget(Target):
         if self.agreement is None or ON_HOST.isdisjoint(self.agreement.classes.values()):
             return True
         checks = self._call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
+        raise_refusal(_of(errors.ExpertsMovedError, checks))
         return all(isinstance(reply, wire.CheckLoadsReply) and reply.same for reply in checks)
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> PreparedSwap:
-        """Stage a plan on every rank while its objects arrive, and prove the sum."""
+        """Stage a plan on every rank while its objects arrive, and prove the sum.
+
+        If experts have moved, the ranks find them first, and prove the base at their new places.
+        """
         spool = Spool.create(self._spool, SpoolIndex.of(fetched))
         try:
-            return self._stage(spool, fetched, base, state, budget)
+            try:
+                return self._stage(spool, fetched, base, state, budget)
+            except errors.ExpertsMovedError:
+                self.bind(self._specs, self._aliases)
+                if base is not None and self.state() != base:
+                    message = "the experts that the engine moved are not what they were"
+                    raise errors.BaseMismatchError(message, version=fetched.plan.target) from None
+                return self._stage(spool, fetched, base, state, budget)
         except BaseException:
             spool.close()  # a reference to the error would keep it on the disk
             raise
@@ -519,9 +542,9 @@ class ReplicaTarget(Target):
             return max(reply.seconds for reply in done)
         cause = error_of(failed[0], version=version)
         told = cause.args[0]
-        unfinished = [one for one in failed if one.error == errors.UnfinishedSwapError.__name__]
-        undone = [one for one in failed if one.error == errors.PartialApplyError.__name__]
-        if len(undone) + len(unfinished) < len(failed):
+        unfinished = _of(errors.UnfinishedSwapError, failed)
+        undone, moved = _of(errors.PartialApplyError, failed), _of(errors.ExpertsMovedError, failed)
+        if len(undone) + len(moved) + len(unfinished) < len(failed):
             raise errors.PoisonedError(told, version=version) from cause
         if done and not prepared.can_undo:
             why = "not every rank has kept the old bits"
@@ -531,7 +554,8 @@ class ReplicaTarget(Target):
             told = f"{told}; it could not be taken back on every other rank: {why}"
             raise errors.PoisonedError(told, version=version) from cause
         told = f"{told}; every rank has its old bits"
-        raise errors.PartialApplyError(told, version=version) from cause
+        kind = errors.ExpertsMovedError if moved else errors.PartialApplyError
+        raise kind(told, version=version) from cause
 
     def _take_back(self, request: wire.SwapRequest, to_undo: Sequence[wire.RankReply]) -> str:
         """Undo a swap on some ranks; return the reason if that failed on one of them."""
@@ -544,6 +568,11 @@ class ReplicaTarget(Target):
             return str(exc.args[0])
         replies = [again[reply.rank] for reply in to_undo]
         return next((reply.message for reply in replies if isinstance(reply, wire.Refusal)), "")
+
+
+def _of(kind: type[errors.ApplyError], replies: Sequence[wire.RankReply]) -> list[wire.Refusal]:
+    refusals = [reply for reply in replies if isinstance(reply, wire.Refusal)]
+    return [refusal for refusal in refusals if refusal.error == kind.__name__]
 
 
 def error_of(refusal: wire.Refusal, *, version: int | None = None) -> errors.DeltaChainError:

@@ -537,7 +537,11 @@ class Subscriber(Closeable):
             return None, goal
         while self._held is not None and self._held.version != goal:
             undo = self._undo[-1]
-            self._write(undo.prepared, undo.held)
+            try:
+                self._write(undo.prepared, undo.held)
+            except errors.ExpertsMovedError:
+                self._undo.clear()
+                return None, goal
             self._undo.pop()
         self.pinned = True
         self.chain.went_back(goal)

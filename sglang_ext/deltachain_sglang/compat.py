@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from deltachain.errors import ApplyError, UnsupportedEngineError
 
-from .table import IN_PLACE, MOVING, OUTLIVING, TABLE
+from .table import BALANCED, IN_PLACE, MOVING, OUTLIVING, REPLACING, TABLE
 
 ABORT_LOOK_S: Final = 0.01  # seconds between two checks whether aborted requests have ended
 DEAD_LOOK_S: Final = 1.0  # seconds between two looks whether the asked processes live
@@ -292,17 +292,25 @@ def check_layout(mode: str) -> None:
 
 
 def check_experts() -> None:
-    """Refuse experts that are copied, moved, or in other slots than in the checkpoint."""
+    """Refuse experts that are loaded as they were, or move without a map that can be read."""
+    if moves_experts():
+        check_version(BALANCED)
     moe = context().get_exec().moe
-    for name, usual in MOVING.items():
+    for name, usual in REPLACING.items():
         found = getattr(moe, name)
         if found != usual:
             option = f"--{name.replace('_', '-')}"
             raise UnsupportedEngineError(
-                f"this server copies or moves experts ({option} {found}), where no update finds "
-                "them",
+                f"this server loads experts of a lost rank as it had them at its start ({option} "
+                f"{found}), beside those of later versions",
                 hint=f"start it without {option}",
             )
+
+
+def moves_experts() -> bool:
+    """Return whether experts are copied, moved, or in other slots than in the checkpoint."""
+    moe = context().get_exec().moe
+    return any(getattr(moe, name) != usual for name, usual in MOVING.items())
 
 
 def _check_speculation(algorithm: str | None) -> None:

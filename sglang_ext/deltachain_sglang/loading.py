@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,22 @@ def experts() -> tuple[type[nn.Module], ...]:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return (FusedMoE,)
+
+
+def slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Return the experts in the slots of this rank, by layer; shared ones have numbers below 0."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    found: dict[str, tuple[int, ...]] = {}
+    where = get_global_expert_location_metadata() if compat.moves_experts() else None
+    for name, layer in modules.items() if where else ():
+        if isinstance(layer, experts()) and layer.uses_expert_location:
+            shared = layer.num_fused_shared_experts
+            count = layer.num_local_experts - shared
+            row = where.physical_to_logical_map_cpu[layer.layer_id].tolist()
+            mine = row[count * layer.moe_ep_rank :][:count]
+            found[name] = (*mine, *range(-shared, 0))
+    return found
 
 
 def logits(head: Any, rows: Tensor) -> Tensor | None:

@@ -228,6 +228,7 @@ class SglangModel:
         self._config = config
         self._device = torch.device(device)
         self._known: dict[str, frozenset[str]] = {}
+        self._slots = self.slots()  # while these layers are known
         self.checkpoint = loading.checkpoint(config)
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -235,6 +236,9 @@ class SglangModel:
 
     def tensors(self) -> Mapping[str, Tensor]:
         return live_tensors(self.model)
+
+    def slots(self) -> Mapping[str, tuple[int, ...]]:
+        return loading.slots(self.modules())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with loading.in_dtype(self._config.dtype):
@@ -281,6 +285,8 @@ class SglangModel:
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Find layers by loading meta tensors into an unpacked second model, or else this one."""
+        if (slots := self.slots()) != self._slots:
+            self._slots, self._known = slots, {}
         if not names.keys() <= self._known.keys():
             held = [(n, t) for n, one in self.modules().items() for _, t in tensors_in(one)]
             found = (

@@ -17,10 +17,14 @@ MOVING: Final = {
     "ep_num_redundant_experts": 0,
     "init_expert_location": "trivial",
     "enable_eplb": False,
-    "elastic_ep_backend": None,
-    "enable_elastic_expert_backup": False,
 }
 """Options with which experts are copied or moved between slots, and their usual values."""
+
+REPLACING: Final = {"elastic_ep_backend": None, "enable_elastic_expert_backup": False}
+"""Options with which experts of lost ranks are loaded as they were at the start."""
+
+BALANCED: Final = "moving experts"
+"""The use of a server with one of the options ``MOVING``."""
 
 _CONTEXT: Final = "sglang.srt.runtime_context:"
 _LAYERS: Final = "sglang.srt.layers."
@@ -132,8 +136,23 @@ TABLE: Final = CapabilityTable(
                 "serving:Serving.enable_streaming_session serving:Serving.tokenizer_worker_num "
                 "model:Model.weight_cache_mode",
             )
-            + names("sglang.srt.arg_groups.fields.exec_:ExecMoe.", " ".join(MOVING))
+            + names("sglang.srt.arg_groups.fields.exec_:ExecMoe.", " ".join(MOVING | REPLACING))
             + names("sglang.srt.arg_groups.fields.memory:Memory.", " ".join(OUTLIVING)),
+        ),
+        Capability(
+            "finds experts that move",
+            names(
+                "sglang.srt.eplb.expert_location:",
+                "get_global_expert_location_metadata() "
+                "ExpertLocationMetadata.physical_to_logical_map_cpu",
+            )
+            + names(
+                f"{_LAYERS}moe.fused_moe_triton.layer:FusedMoE.",
+                "uses_expert_location layer_id moe_ep_rank num_local_experts "
+                "num_fused_shared_experts",
+            ),
+            without="options with which experts move are refused",
+            needed_by=BALANCED,
         ),
         Capability(
             "adds routes and a leader to a server",

@@ -235,6 +235,7 @@ class FakeModel:
         self.root = nn.Module()
         self.failing: Callable[[str], None] = lambda _: None
         self.replaces = False
+        self.experts: dict[str, tuple[int, ...]] = {}  # in the slots of layers, once they move
         full = read(checkpoint)
         for name, tensor in expected(self.share, full).items():
             live = torch.full_like(tensor, 7).to(device)
@@ -281,6 +282,9 @@ class FakeModel:
         found = {name: frozenset(self._layers_of(name)) for name in names}
         return {name: layers for name, layers in found.items() if layers}
 
+    def slots(self) -> Mapping[str, tuple[int, ...]]:
+        return dict(self.experts)
+
     def processed(self) -> frozenset[str]:
         kinds = ("flipped", "stuck", "packed", "shadow")
         layers = {name.rpartition(".")[0] for name in self.tensors()}
@@ -319,6 +323,9 @@ class FakeModel:
         wanted, found = expected(self.share, full), self.computed()
         if self.share.embeds and self.share.ends and not self.share.has_own_head:
             wanted["head.weight"] = wanted["embed.weight"]
+        for layer, slots in self.experts.items():
+            held = [full[f"{layer}.{expert}.weight"] for expert in slots]
+            wanted[f"{layer}.weight"] = torch.stack(held).to(wanted[f"{layer}.weight"])
         return found.keys() == wanted.keys() and all(
             torch.equal(bytes_of(found[name]), bytes_of(tensor)) for name, tensor in wanted.items()
         )
@@ -347,9 +354,12 @@ class FakeModel:
             return ["norm"] * self.share.ends
         if kind[0] != "layers" or int(kind[1]) not in self.share.layers:
             return []
-        if kind[2] == "experts" and int(kind[3]) not in self.share.experts:
+        if kind[2] == "experts" and int(kind[3]) not in self._slots_of(int(kind[1])):
             return []
         return [f"layers.{kind[1]}.{FUSED.get(kind[2], kind[2])}"]
+
+    def _slots_of(self, layer: int) -> Sequence[int]:
+        return self.experts.get(f"layers.{layer}.experts", self.share.experts)
 
     def _load_one(self, name: str, layer: str, w: Tensor) -> None:
         live = self.root.get_parameter(f"{layer}.weight").data
@@ -363,7 +373,9 @@ class FakeModel:
         elif kind in ("o", "down"):
             live.copy_(w.narrow(1, part * live.shape[1], live.shape[1]))
         elif kind == "experts":
-            live[int(name.split(".")[3]) - self.share.experts[0]].copy_(w)
+            for slot, expert in enumerate(self._slots_of(int(name.split(".")[1]))):
+                if expert == int(name.split(".")[3]):
+                    live[slot].copy_(w)
         else:
             self._load_odd(kind, live, w)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
-from .table import TABLE
+from .table import BALANCED, TABLE
 
 
 def check_version(*uses: str) -> str:
@@ -73,15 +73,21 @@ def front_end_of(client: Any) -> tuple[int, int]:
     return getattr(core, "client_index", 0), getattr(core, "client_count", 1)
 
 
-def check_experts(config: Any) -> None:
-    """Refuse experts that vLLM moves between slots."""
+def check_experts(config: Any, *, has_map: bool = True) -> None:
+    """Refuse ranks that come and go, and experts that move without a map that can be read."""
     parallel: Any = getattr(config, "parallel_config", None)
-    for name in ("enable_eplb", "enable_elastic_ep"):
-        if getattr(parallel, name, False):
-            option = f"--{name.replace('_', '-')}"
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise UnsupportedEngineError(
+            "ranks of this engine come and go while it serves (--enable-elastic-ep), and no update "
+            "reaches the new ones",
+            hint="start it without --enable-elastic-ep",
+        )
+    if getattr(parallel, "enable_eplb", False):
+        check_version(BALANCED)
+        if not has_map:
             raise UnsupportedEngineError(
-                f"this engine moves experts while it serves ({option}), where no update finds them",
-                hint=f"start it without {option}",
+                "this engine moves experts (--enable-eplb), and its worker has no map of them",
+                hint="start it without --enable-eplb",
             )
 
 

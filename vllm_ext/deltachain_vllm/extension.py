@@ -23,10 +23,10 @@ _SERVICES: Final = RankServices()
 
 
 def worker_service(
-    model: nn.Module, config: Any, rank: int, draft: nn.Module | None = None
+    model: nn.Module, config: Any, rank: int, draft: nn.Module | None = None, balancer: Any = None
 ) -> RankService:
     """Return the RPC service of a worker, shared by its extension and its backend."""
-    wrap = partial(VllmModel, model, config, draft)
+    wrap = partial(VllmModel, model, config, draft, balancer)
     number = rank_of(config.parallel_config, rank)
     return _SERVICES.of(model, wrap, number, RankSettings.of(os.environ))
 
@@ -43,7 +43,10 @@ class WorkerExtension:
         runner = worker.model_runner
         draft = getattr(getattr(runner, "drafter", None), "model", None)
         draft = draft if isinstance(draft, nn.Module) else None
-        service = worker_service(runner.get_model(), worker.vllm_config, worker.rank, draft)
+        balancer = getattr(runner, "eplb_state", None)
+        service = worker_service(
+            runner.get_model(), worker.vllm_config, worker.rank, draft, balancer
+        )
         reply = service.respond(request)
         if isinstance(reply, StatusReply):
             is_open = bool(getattr(self, "_weight_update_active", False))

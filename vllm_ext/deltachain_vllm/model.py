@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.module_members import Members, storage_id, tensors_in
 from deltachain.replica.layout.runtime_tables import made_by_running
 
-from . import compat
+from . import compat, moving_experts
 from .layer_outputs import compared, computed, is_compared, taken_over
 from .repacking import address_of, loaded_apart, repack
 from .scales import owned, uncaptured
@@ -104,15 +104,27 @@ def checkpoint_of(config: VllmConfig) -> Path:
 
 
 class VllmModel:
-    """A worker's model as an ``EngineModel``; nothing is loaded into its draft."""
+    """A worker's model as an ``EngineModel``; nothing is loaded into its draft.
+
+    Args:
+        model: The model.
+        config: vLLM's configuration of its engine.
+        draft: The model that drafts for it.
+        balancer: The runner's ``EplbState``, with ``--enable-eplb``.
+    """
 
     def __init__(
-        self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        draft: nn.Module | None = None,
+        balancer: Any = None,
     ) -> None:
-        compat.check_experts(config)
+        compat.check_experts(config, has_map=balancer is not None)
         self.model = model
         self.config = config
         self.draft = draft
+        self._balancer = balancer
 
     @property
     def checkpoint(self) -> Path:
@@ -135,8 +147,14 @@ class VllmModel:
             if tensor.numel() and not tensor.is_meta and "kv_cache" not in path
         }
 
+    def slots(self) -> Mapping[str, tuple[int, ...]]:
+        return moving_experts.slots(self.model, self._balancer) if self._balancer else {}
+
+    def _experts_found(self) -> AbstractContextManager[None]:
+        return moving_experts.found(self.model, self._balancer) if self._balancer else nullcontext()
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
-        with set_current_vllm_config(self.config):
+        with set_current_vllm_config(self.config), self._experts_found():
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -177,7 +195,11 @@ class VllmModel:
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Find layers by loading meta tensors into a meta copy of each layer before packing."""
-        with self._as_before_loading() as owners, set_current_vllm_config(self.config):
+        with (
+            self._as_before_loading() as owners,
+            set_current_vllm_config(self.config),
+            self._experts_found(),
+        ):
             mine = dict(self.model.named_modules())
             return layers_of(self.model.load_weights, names, owners, mine)  # type: ignore[arg-type]
 

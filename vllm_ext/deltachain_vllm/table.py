@@ -11,6 +11,9 @@ _LAYERS: Final = "vllm.model_executor.layers."
 _CLIENT: Final = "vllm.v1.engine.async_llm:AsyncLLM."
 _TRANSFER: Final = "vllm.distributed.weight_transfer."
 
+BALANCED: Final = "enable_eplb"
+"""The use of an engine that moves experts between slots."""
+
 TABLE: Final = CapabilityTable(
     engine="vLLM",
     tested=("0.31", "0.32"),
@@ -105,8 +108,27 @@ TABLE: Final = CapabilityTable(
             names("vllm.engine.arg_utils:", "EngineArgs.create_engine_config")
             + names(
                 "vllm.config:ParallelConfig.",
-                "data_parallel_size local_engines_only enable_eplb",
+                "data_parallel_size local_engines_only enable_eplb enable_elastic_ep",
             ),
+        ),
+        Capability(
+            "finds experts that move",
+            names(
+                "vllm.distributed.eplb.eplb_state:",
+                "EplbState.model_states EplbModelState.physical_to_logical_map "
+                "EplbModelState.rebalanced EplbModelState.model",
+            )
+            + names("vllm.model_executor.models.interfaces:", "MixtureOfExperts.moe_layers")
+            + names("vllm.v1.worker.gpu_model_runner:", "GPUModelRunner.eplb_state")
+            + names(
+                f"{_LAYERS}fused_moe.",
+                "runner.moe_runner:MoERunner.routed_experts "
+                "routed_experts:RoutedExperts.local_num_experts "
+                "routed_experts:RoutedExperts.moe_config "
+                "config:FusedMoEConfig.moe_parallel_config config:FusedMoEParallelConfig.ep_rank",
+            ),
+            without="--enable-eplb is refused",
+            needed_by=BALANCED,
         ),
         Capability(
             "tells engines and front ends of a server apart",

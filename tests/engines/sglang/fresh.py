@@ -7,10 +7,11 @@ for the first checkpoint that it loads as a scheduler would be; later ones are l
 # ruff: noqa: PLC0415 - SGLang reads its environment when it is imported
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -42,13 +43,14 @@ def load_in_context(
     plain_linears: bool = True,
     plain_experts: bool = False,
     way: str = "tp",
+    redundant: int = 0,
 ) -> Iterator[tuple[Any, nn.Module]]:
     """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
 
     Ranks are stages (``pp``) or shards, of experts as a whole (``ep``) or in part.
     """
     del plain_linears, plain_experts
-    _bring_up(checkpoint, tp, rank, way)
+    _bring_up(checkpoint, tp, rank, way, redundant)
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -59,6 +61,11 @@ def load_in_context(
         _arguments(checkpoint, tp, way), model_path=str(checkpoint)
     )
     bootstrap.init_layer_runtime(model_config=config)
+    if redundant:
+        from sglang.srt.eplb import expert_location
+
+        where = expert_location.ExpertLocationMetadata.init_trivial(config, rank)
+        expert_location.set_global_expert_location_metadata(where, allow_overwrite=True)
     load = LoadConfig()
     made = get_model_loader(load_config=load, model_config=config)
     with _filled():
@@ -86,7 +93,32 @@ def known(config: Any, model: nn.Module) -> EngineModel:
     return SglangModel(model, config, "cpu")
 
 
-def _arguments(checkpoint: Path, ranks: int, way: str) -> Any:
+Move: TypeAlias = Callable[[list[list[int]]], None]
+"""Has all ranks move experts: takes the experts in the slots of every layer."""
+
+
+@contextmanager
+def load_moving(
+    checkpoint: Path, *, rank: int, ranks: int, redundant: int
+) -> Iterator[tuple[EngineModel, nn.Module, Move]]:
+    """Load redundant experts, which SGLang itself moves."""
+    how: dict[str, Any] = {"tp": ranks, "rank": rank, "way": "ep", "redundant": redundant}
+    with load_in_context(checkpoint, **how) as (config, model):
+        from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+        from sglang.srt.eplb.expert_location_updater import ExpertLocationUpdater
+
+        updater = ExpertLocationUpdater()
+
+        def move(rows: list[list[int]]) -> None:
+            held: Any = model.routed_experts_weights_of_layer
+            new = ExpertLocationMetadata.init_by_mapping(config, torch.tensor(rows), rank)
+            with patch.object(torch.cpu, "empty_cache", create=True):
+                updater.update(held, new, list(held.keys()), nnodes=1, rank=rank)
+
+        yield known(config, model), model, move
+
+
+def _arguments(checkpoint: Path, ranks: int, way: str, redundant: int = 0) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     return ServerArgs(
@@ -97,6 +129,7 @@ def _arguments(checkpoint: Path, ranks: int, way: str) -> Any:
         tp_size=1 if way == "pp" else ranks,
         pp_size=ranks if way == "pp" else 1,
         ep_size=ranks if way == "ep" else 1,
+        ep_num_redundant_experts=redundant,
         skip_tokenizer_init=True,
         mem_fraction_static=0.6,
         max_total_tokens=512,
@@ -106,7 +139,7 @@ def _arguments(checkpoint: Path, ranks: int, way: str) -> Any:
     )
 
 
-def _bring_up(checkpoint: Path, tp: int, rank: int, way: str) -> None:
+def _bring_up(checkpoint: Path, tp: int, rank: int, way: str, redundant: int) -> None:
     if _published:
         return
     os.environ.update({**_ENVIRONMENT, **os.environ})
@@ -116,7 +149,7 @@ def _bring_up(checkpoint: Path, tp: int, rank: int, way: str) -> None:
     from sglang.srt.distributed import bootstrap
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
-    arguments = _arguments(checkpoint, tp, way)
+    arguments = _arguments(checkpoint, tp, way, redundant)
     threads = torch.get_num_threads()
     at = {"tp_rank": 0, "pp_rank": rank} if way == "pp" else {"tp_rank": rank, "pp_rank": 0}
     ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, **at), gpu_id=rank)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from torch import nn
 from deltachain.control.routes import probes, router
 from deltachain.control.server import Control
 from deltachain.errors import ConfigError
+from deltachain.replica.capabilities import Capability
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import PREFIX, compat, loading, ranks
-from deltachain_sglang.table import MOVING
+from deltachain_sglang.table import BALANCED, MOVING, REPLACING, TABLE
 from tests.engines.serving import run_program
 from tests.engines.trainer import train
 
@@ -115,6 +117,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "enable_streaming_session": False,
         "weight_cache_mode": "off",
         **MOVING,
+        **REPLACING,
     }
 
     class Bag:
@@ -141,10 +144,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("disaggregation_mode", "prefill", "other servers fill its caches"),
         ("enable_hierarchical_cache", True, "outlive the weights"),
         ("enable_lmcache", True, "outlive the weights"),
-        ("ep_num_redundant_experts", 2, r"moves experts \(--ep-num-redundant-experts 2\)"),
-        ("init_expert_location", "location.json", "--init-expert-location location.json"),
-        ("enable_eplb", True, r"moves experts \(--enable-eplb"),
-        ("elastic_ep_backend", "mooncake", r"moves experts \(--elastic-ep-backend"),
+        ("elastic_ep_backend", "mooncake", r"\(--elastic-ep-backend mooncake\)"),
         ("enable_elastic_expert_backup", True, "--enable-elastic-expert-backup"),
     ],
 )
@@ -154,6 +154,22 @@ def test_servers_that_are_refused(
     compat.check_layout("retract")
     context[option] = value
     with pytest.raises(ConfigError, match=message):
+        compat.check_layout("retract")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("ep_num_redundant_experts", 2), ("init_expert_location", "x.json"), ("enable_eplb", True)],
+)
+def test_experts_that_move_are_followed_by_a_map(
+    context: dict[str, Any], option: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context[option] = value
+    compat.check_layout("retract")
+    assert compat.moves_experts()
+    row = Capability("finds experts that move", ("sglang:no_map",), needed_by=BALANCED)
+    monkeypatch.setattr(compat, "TABLE", replace(TABLE, rows=(row,)))
+    with pytest.raises(ConfigError, match="sglang:no_map"):
         compat.check_layout("retract")
 
 

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
-from unittest.mock import patch
+from typing import Any, Final, TypeAlias
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -93,9 +93,13 @@ def load_in_context(
     rank: int = 0,
     plain_linears: bool = True,
     plain_experts: bool = False,
+    redundant: int | None = None,
     **arguments: Any,
 ) -> Iterator[tuple[Any, nn.Module]]:
-    """As :func:`load_fresh`, staying where vLLM's loaders can be called again."""
+    """As :func:`load_fresh`, staying where vLLM's loaders can be called again.
+
+    With a number of redundant experts, made to balance them, which vLLM refuses on a CPU.
+    """
     with ExitStack() as stack:
         stack.enter_context(_environment())
         from vllm.config import set_current_vllm_config
@@ -117,6 +121,12 @@ def load_in_context(
             **arguments,
         ).create_engine_config()
         _join(config.parallel_config, rank)
+        if redundant is not None:
+            parallel = config.parallel_config
+            parallel.enable_eplb = parallel.enable_expert_parallel = True
+            parallel.eplb_config.num_redundant_experts = redundant
+            parallel.eplb_config.use_async = False
+            parallel.eplb_config.communicator = "torch_nccl"  # on a CPU: gloo
         stack.enter_context(set_current_vllm_config(config))
         yield config, _load(config)
 
@@ -197,10 +207,37 @@ def _multiply(_: Any, output: Tensor, hidden_states: Tensor, **given: Any) -> No
         output += (found * weights.sum(-1, keepdim=True)).to(output.dtype)
 
 
-def known(config: Any, model: nn.Module) -> EngineModel:
+def known(config: Any, model: nn.Module, balancer: Any = None) -> EngineModel:
     from deltachain_vllm.model import VllmModel
 
-    return VllmModel(model, config)
+    return VllmModel(model, config, balancer=balancer)
+
+
+Move: TypeAlias = Callable[[list[list[int]]], None]
+"""Has all ranks move experts: takes the experts in the slots of every layer."""
+
+
+@contextmanager
+def load_moving(
+    checkpoint: Path, *, rank: int, ranks: int, redundant: int
+) -> Iterator[tuple[EngineModel, nn.Module, Move]]:
+    """Load redundant experts, which vLLM itself moves."""
+    how = {"tp": ranks, "rank": rank, "redundant": redundant, "plain_experts": True}
+    with load_in_context(checkpoint, **how) as (config, model):
+        from vllm.distributed import parallel_state
+        from vllm.distributed.eplb import eplb_state
+
+        balancer = eplb_state.EplbState(config.parallel_config, torch.device("cpu"))
+        with patch.object(eplb_state, "get_eplb_group", parallel_state.get_ep_group):
+            balancer.add_model(model, config.model_config)
+
+        def move(rows: list[list[int]]) -> None:
+            balancer.policy = MagicMock()
+            balancer.policy.rebalance_experts.return_value = torch.tensor(rows)
+            with patch.object(torch, "Event", MagicMock()):  # of accelerators
+                balancer.rearrange()
+
+        yield known(config, model, balancer), model, move
 
 
 def _load(config: Any) -> nn.Module:

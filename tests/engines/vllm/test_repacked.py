@@ -51,7 +51,7 @@ def test_what_a_model_holds_before_it_runs_is_recorded(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("mode", ["enable_eplb", "enable_elastic_ep"])
-def test_modes_that_move_experts_are_refused_in_each_worker(mode: str) -> None:
+def test_experts_without_a_map_are_refused_in_each_worker(mode: str) -> None:
     from vllm.config import ParallelConfig  # noqa: PLC0415
 
     assert getattr(ParallelConfig(), mode) is False

@@ -3,6 +3,7 @@ import gc
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe import SubscribeConfig
 from tests.format.forge import dumps, enveloped
-from tests.support.engine import HOSTED, PLAIN, FakeModel, Sharding, full_of
+from tests.support.engine import HOSTED, PLAIN, FakeEngine, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
 from tests.support.values import eventually, present
-from tests.unit.replica.replicas import EVERY_SHAPE, SHAPES, Followed
+from tests.unit.replica.replicas import EVERY_SHAPE, SHAPES, Followed, led
 
 URL = {"DELTACHAIN_URL": "s3://bucket/run"}
 
@@ -460,4 +461,67 @@ def test_another_subscriber_finds_what_the_last_one_left(followed: Build) -> Non
     assert here.holds(2)
     assert again.scrub()
     again.rollback()
+    assert here.holds(1)
+
+
+LAYER = "layers.0.experts"
+
+
+def arrange(engine: FakeEngine, *rows: tuple[int, ...]) -> None:
+    """Have the engine move experts of its first layer to other slots, on any rank."""
+    lives = [model.root.get_parameter(f"{LAYER}.weight").data for model in engine.models]
+    now = [model.experts.get(LAYER, tuple(model.share.experts)) for model in engine.models]
+    held = {
+        expert: row.clone()
+        for slots, live in zip(now, lives, strict=True)
+        for expert, row in zip(slots, live, strict=True)
+    }
+    for model, live, slots in zip(engine.models, lives, rows, strict=True):
+        model.experts[LAYER] = slots
+        live.copy_(torch.stack([held[expert] for expert in slots]))
+
+
+def test_experts_that_move_are_found_on_every_rank(followed: Callable[..., Followed]) -> None:
+    here = followed()
+    arrange(here.engine, (0, 1), (2, 3))
+    here.publish(1, 2, 3)
+    with led(here) as leader:
+        leader.update(1)
+        staged = leader.subscriber.stage(2)
+        assert staged is not None
+        arrange(here.engine, (2, 1), (3, 0))
+        with pytest.raises(errors.ExpertsMovedError, match="every rank has its old bits"):
+            leader.subscriber.swap(staged)
+        assert here.holds(1)
+        leader.update(2)
+        assert here.holds(2)
+        arrange(here.engine, (0, 3), (1, 2))
+        assert leader.scrub()
+        arrange(here.engine, (3, 2), (1, 0))
+        assert leader.rollback(1).version == 1
+        assert here.holds(1)
+        leader.release()
+        moving = mock.patch.object(FakeModel, "slots", side_effect=errors.ExpertsMovedError("in flight"))
+        with moving, pytest.raises(errors.ExpertsMovedError, match="in flight"):
+            leader.update()
+        assert here.holds(1)
+        assert not leader.subscriber.poisoned
+        leader.update()
+        assert here.holds(3)
+
+
+def test_a_loader_that_does_not_follow_the_map_ends_following(
+    followed: Callable[..., Followed],
+) -> None:
+    here = followed()
+    arrange(here.engine, (0, 1), (2, 3))
+    here.publish(1, 2)
+    here.subscriber.update(1)
+    arrange(here.engine, (1, 0), (2, 3))
+    stays = mock.patch.object(FakeModel, "_slots_of", lambda model, _: model.share.experts)
+    with (
+        stays,
+        pytest.raises(errors.TensorMismatchError, match=r"slots of expert 1 of layers\.0\.experts"),
+    ):
+        here.subscriber.update(2)
     assert here.holds(1)

@@ -96,11 +96,11 @@ def test_replies_of_all_engines_are_asked_for() -> None:
         asyncio.run(called(None, 2))
 
 
-def test_experts_that_move_are_refused_by_the_option() -> None:
+def test_ranks_that_come_and_go_are_refused_by_the_option() -> None:
     parallel = SimpleNamespace(enable_expert_parallel=True, tensor_parallel_size=2)
     check_experts(SimpleNamespace(parallel_config=parallel))
-    parallel.enable_eplb = True
-    with pytest.raises(ConfigError, match="--enable-eplb"):
+    parallel.enable_elastic_ep = True
+    with pytest.raises(ConfigError, match="--enable-elastic-ep"):
         check_experts(SimpleNamespace(parallel_config=parallel))
 
 
@@ -374,7 +374,6 @@ async def _started(environment: dict[str, str], mode: str = "", **arguments: Any
     ("environment", "arguments", "refusal"),
     [
         ({"DELTACHAIN_MAX_LAG": "y"}, {}, "expected a number"),
-        ({}, {"mode": "enable_eplb"}, "moves experts while it serves (--enable-eplb)"),
         ({}, {"mode": "enable_elastic_ep"}, "start it without --enable-elastic-ep"),
     ],
 )
