@@ -28,7 +28,7 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
 
-from .engine import Engine
+from .engine import Engine, age
 from .messages import status_row
 from .settings import ReplicaSettings
 from .swap import ReplicaTarget
@@ -266,6 +266,7 @@ class Leader:
             paused=bool(target.why_paused),
             classes=target.classes(),
             on_host=target.on_host(),
+            oldest=_oldest(target.oldest, subscriber.version),
             ranks=[status_row(reply) for reply in target.ranks],
             trouble=str(self.trouble) if self.trouble else "",
             doubt=str(doubt.args[0]) if doubt else "",
@@ -401,6 +402,13 @@ class Leader:
         version = self.subscriber.version
         if version is not None:
             self.target.name(version)
+
+
+def _oldest(named: str, held: Version | None) -> Version | None:
+    """Return the oldest version in caches; ``None`` if a name is not one of a version."""
+    if not named or held is None:
+        return held
+    return min(age(named), held) if age(named) >= 0 else None
 
 
 def _in_a_thread(run: Callable[[], None], name: str) -> Thread:

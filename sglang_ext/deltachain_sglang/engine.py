@@ -12,7 +12,7 @@ import msgspec
 from typing_extensions import override
 
 from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
-from deltachain.replica.engine import pause_mode, run_on
+from deltachain.replica.engine import age, pause_mode, run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest, encode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
@@ -47,6 +47,7 @@ class SglangEngine:
         self._loop = loop
         self._doubted = False
         self._process, self._swaps = secrets.token_hex(8), 0
+        self._oldest = ""  # of the last reply
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
         """Send a request to every rank; flush or salt caches with a swap."""
@@ -58,6 +59,9 @@ class SglangEngine:
         if flush and self._is_staged:  # one stage swaps before another could reply that it is busy
             self._ask(msgspec.structs.replace(asked, ask=True))
         return self._ask(asked)
+
+    def oldest(self) -> str:
+        return self._oldest if self.mode == IN_PLACE else ""
 
     def _ask(self, asked: SchedulerRequest) -> Sequence[RankReply]:
         """Return the replies of all ranks.
@@ -80,6 +84,8 @@ class SglangEngine:
             if "busy" in statuses and asked.ask and time.monotonic() > until:
                 raise PartialApplyError(BUSY)
             if "busy" not in statuses or time.monotonic() > until:
+                # A refusal names none.
+                self._oldest = min((one.oldest for one in engines), key=age) or self._oldest
                 replies = [reply for engine in engines for reply in engine.replies]
                 return sorted(replies, key=lambda reply: reply.rank)
             time.sleep(BUSY_POLL_S)

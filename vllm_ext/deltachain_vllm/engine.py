@@ -11,14 +11,14 @@ from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.replica import messages as wire
-from deltachain.replica.engine import pause_mode, run_on
+from deltachain.replica.engine import age, pause_mode, run_on
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE
-from .cache_salts import check_salted
-from .compat import call_workers, check_experts, check_layout, check_version, pause
+from .cache_salts import OLDEST, check_salted
+from .compat import call_engines, call_workers, check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
 from .table import TABLE
@@ -88,6 +88,11 @@ class VllmEngine:
     def name_version(self, version: int) -> None:
         self._wait(self._name(version))
 
+    def oldest(self) -> str:
+        if self.mode != IN_PLACE:
+            return ""
+        return min(self._wait(call_engines(self._client, OLDEST)), key=age)
+
     def fall_asleep(self) -> None:
         """Refuse calls from here on, and wait for threads that still read weights."""
         self.asleep = True
@@ -151,6 +156,9 @@ class OfflineEngine:
     def pause(self, *, in_doubt: bool = False) -> None: ...
 
     def resume(self) -> None: ...
+
+    def oldest(self) -> str:
+        return ""
 
     def name_version(self, version: int) -> None:
         if not self.llm.reset_prefix_cache():

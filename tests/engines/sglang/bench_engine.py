@@ -34,6 +34,9 @@ class Alone:
 
     def resume(self) -> None: ...
 
+    def oldest(self) -> str:
+        return ""
+
     def name_version(self, version: int) -> None: ...
 
 
