@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Final
+from typing import Final, Self
 
 from deltachain import errors
 from deltachain.metrics import Figure, figures
@@ -144,8 +144,13 @@ class Leader:
                 "not caught up with %s: %s", redacted_url(self.settings.subscribe.url), exc
             )
         if self.settings.follow and not self.ended:
-            self._thread = _in_a_thread(self._follow, "deltachain-follow")
+            self.begin()
         self._watch_engine()
+
+    def begin(self) -> Self:
+        """Follow the chain, without a wait until it has caught up; an error is for ``status``."""
+        self._thread = _in_a_thread(self._follow, "deltachain-follow")
+        return self
 
     def end(self) -> None:
         """Request the follower to stop soon; may be called from a signal handler."""
@@ -218,8 +223,8 @@ class Leader:
         self.subscriber.release()
         if self._thread is not None and self._has_failed and not self._stop.is_set():
             self._thread.join()  # it is ending, and has recorded the reason
-            self.ended, self._has_failed, self._thread = "", False, None
-            self._thread = _in_a_thread(self._follow, "deltachain-follow")
+            self.ended, self._has_failed = "", False
+            self.begin()
 
     def notify(self) -> None:
         self.subscriber.notify()

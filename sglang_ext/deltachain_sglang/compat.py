@@ -185,7 +185,8 @@ def oldest(scheduler: Any) -> str:
     """Return the name of the oldest version whose keys and values running requests hold."""
     running = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
     events = [one.weight_version_events for one in running if one is not None]
-    return min((*(one[0].old_version for one in events if one), named()), key=age)
+    names = [str(one[0].old_version) for one in events if one]
+    return min((*names, named()), key=age)
 
 
 def kinds(tags: Sequence[str] | None) -> frozenset[str]:

@@ -11,8 +11,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 from typing_extensions import override
 
-from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
+from deltachain.errors import ApplyError, ConfigError, PartialApplyError, UnsupportedEngineError
 from deltachain.replica.engine import age, pause_mode, run_on
+from deltachain.replica.leader import Leader
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest, encode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
@@ -147,12 +148,40 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
         EngineVersionError: This SGLang lacks names that are needed.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
+    replica = _engine_of(engine, settings)
+    target = ReplicaTarget(replica, settings.subscribe.url, settings.spool)
+    return Subscriber(settings.subscribe, target)
+
+
+def follow(engine: Any, config: SubscribeConfig | str) -> Leader:
+    """Let an ``Engine`` follow a chain in the background, while it generates.
+
+    >>> leader = deltachain_sglang.follow(engine, "s3://bucket/run")  # doctest: +SKIP
+    >>> leader.status().version, leader.stop()                        # doctest: +SKIP
+
+    The engine was created in a running event loop. Call ``stop`` and other methods that wait for
+    it in other threads.
+
+    Raises:
+        ConfigError: As :func:`subscribe`; or no event loop was running.
+    """
+    settings = ReplicaSettings.in_process(config, os.environ)
+    replica = _engine_of(engine, settings)
+    if not engine.loop.is_running():
+        raise ConfigError(
+            "the event loop of this engine runs only in its calls, so nothing can update it in the "
+            "background",
+            hint="create the engine in a running event loop, or call subscribe(engine, "
+            "url).update() between its calls",
+        )
+    return Leader(settings, replica).begin()
+
+
+def _engine_of(engine: Any, settings: ReplicaSettings) -> InProcessEngine:
     TABLE.tell(compat.check_version())
     if compat.front_ends() > 1:
         raise UnsupportedEngineError(
             f"this engine has {compat.front_ends()} tokenizer workers",
             hint="create it with tokenizer_worker_num=1",
         )
-    replica = InProcessEngine(engine.tokenizer_manager, engine.loop, settings)
-    target = ReplicaTarget(replica, settings.subscribe.url, settings.spool)
-    return Subscriber(settings.subscribe, target)
+    return InProcessEngine(engine.tokenizer_manager, engine.loop, settings)

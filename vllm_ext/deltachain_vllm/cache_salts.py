@@ -61,7 +61,7 @@ def salt_requests() -> None:
 def oldest(core: Any) -> str:
     """Return the name of the oldest version whose keys and values running requests hold."""
     held = (one for one in core.scheduler.requests.values() if one.num_computed_tokens)
-    found = [one.deltachain_version for one in held]
+    found = [str(one.deltachain_version) for one in held]
     return min((*found, _salts(core.scheduler).version), key=age)
 
 

@@ -52,7 +52,7 @@ def rank_of(parallel: Any, rank: int) -> int:
     return int(engine * parallel.world_size + rank)
 
 
-async def call_engines(client: Any, method: str) -> list[Any]:
+async def call_engines(client: Any, method: str) -> list[str]:
     """Call a method of the core of every engine; return all replies."""
     core = client.engine_core
     if hasattr(core, "call_utility_all_async"):

@@ -94,6 +94,7 @@ def test_an_asynchronous_engine_follows_while_it_generates(tmp_path: Path) -> No
     assert seen["wrong"] == {"2": [[]], "1": [[]]}
     assert seen["tokens"] == [200, 12]
     assert seen["scrubbed"] is True
+    assert seen["followed"] == [3, True]
     assert seen["dead"] == [False, True]
     assert "asyncio.to_thread" in seen["refused"]
 
