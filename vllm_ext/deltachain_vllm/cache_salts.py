@@ -101,7 +101,7 @@ def _on_request(original: Callable[..., Any], scheduler: Any, request: Any) -> A
 def _on_pause(original: Callable[..., Any], scheduler: Any, state: Any) -> Any:
     if state:  # any but UNPAUSED
         _salts(scheduler).renew(scheduler)
-    else:
+    elif scheduler.pause_state:
         _restart(scheduler)
     return original(scheduler, state)
 
