@@ -139,7 +139,8 @@ TABLE: Final = CapabilityTable(
             names(
                 "vllm.v1.core.sched.scheduler:Scheduler.",
                 "add_request(request) set_pause_state(pause_state) pause_state waiting "
-                "ec_connector running requests prev_step_scheduled_req_ids _preempt_request(request,timestamp)",
+                "ec_connector running requests prev_step_scheduled_req_ids "
+                "_preempt_request(request,timestamp)",
             )
             + names(
                 "vllm.v1.engine.core:EngineCore.", "set_weight_version(weight_version) scheduler"
