@@ -32,6 +32,7 @@ class Status(Answer, frozen=True, kw_only=True):
     doubt: str = ""  # why the held version may no longer be the chain's
     fault: str = ""  # why it needs an operator: its engine is dead, following has ended...
     staged: int | None = None  # version that an update swaps at once
+    oldest: int | None = None  # no request reads keys and values of an older one; null if unknown
     classes: dict[str, dict[str, int]] = {}  # numbers of tensors and bytes, by class
     on_host: dict[str, str] = {}  # reasons why some tensors are not written in place
     ranks: list[dict[str, Any]] = []  # replies of the ranks to the last swap

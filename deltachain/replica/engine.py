@@ -38,6 +38,11 @@ def start_faults(
             yield exc
 
 
+def age(name: str) -> int:
+    """Return a key that sorts names of versions; names of other clients come first."""
+    return int(name) if name.isdecimal() else -1
+
+
 _T = TypeVar("_T")
 
 
@@ -192,6 +197,12 @@ class Engine(Protocol):
 
     def resume(self) -> None:
         """Resume generation."""
+
+    def oldest(self) -> str:
+        """Return the name of the oldest version of whose caches running requests read.
+
+        Empty if none outlives the weights that made it.
+        """
 
     def name_version(self, version: int) -> None:
         """Label tokens with this version from now on, and drop cache entries of older versions."""

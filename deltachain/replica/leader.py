@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Final
+from typing import Final, Self
 
 from deltachain import errors
 from deltachain.metrics import Figure, figures
@@ -28,7 +28,7 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
 
-from .engine import Engine
+from .engine import Engine, age
 from .messages import status_row
 from .settings import ReplicaSettings
 from .swap import ReplicaTarget
@@ -144,8 +144,13 @@ class Leader:
                 "not caught up with %s: %s", redacted_url(self.settings.subscribe.url), exc
             )
         if self.settings.follow and not self.ended:
-            self._thread = _in_a_thread(self._follow, "deltachain-follow")
+            self.begin()
         self._watch_engine()
+
+    def begin(self) -> Self:
+        """Follow the chain, without a wait until it has caught up; an error is for ``status``."""
+        self._thread = _in_a_thread(self._follow, "deltachain-follow")
+        return self
 
     def end(self) -> None:
         """Request the follower to stop soon; may be called from a signal handler."""
@@ -219,8 +224,8 @@ class Leader:
         self.subscriber.release()
         if self._thread is not None and self._has_failed and not self._stop.is_set():
             self._thread.join()  # it is ending, and has recorded the reason
-            self.ended, self._has_failed, self._thread = "", False, None
-            self._thread = _in_a_thread(self._follow, "deltachain-follow")
+            self.ended, self._has_failed = "", False
+            self.begin()
 
     def notify(self) -> None:
         self.subscriber.notify()
@@ -267,6 +272,7 @@ class Leader:
             paused=bool(target.why_paused),
             classes=target.classes(),
             on_host=target.on_host(),
+            oldest=_oldest(target.oldest, subscriber.version),
             ranks=[status_row(reply) for reply in target.ranks],
             trouble=str(self.trouble) if self.trouble else "",
             doubt=str(doubt.args[0]) if doubt else "",
@@ -402,6 +408,13 @@ class Leader:
         version = self.subscriber.version
         if version is not None:
             self.target.name(version)
+
+
+def _oldest(named: str, held: Version | None) -> Version | None:
+    """Return the oldest version in caches; ``None`` if a name is not one of a version."""
+    if not named or held is None:
+        return held
+    return min(age(named), held) if age(named) >= 0 else None
 
 
 def _in_a_thread(run: Callable[[], None], name: str) -> Thread:

@@ -75,7 +75,7 @@ class ReplicaSettings:
         """Return the settings of an engine that a program holds, which names the chain itself."""
         own = _given(read(environment), ("PAUSE",))
         spool = spool_folder(environment)
-        return cls(subscribe=SubscribeConfig.of(config), spool=spool, **own)
+        return cls(subscribe=SubscribeConfig.of(config), follow=True, spool=spool, **own)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "ReplicaSettings | None":

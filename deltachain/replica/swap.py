@@ -198,6 +198,7 @@ class ReplicaTarget(Target):
         self._holds = PauseHolds(engine)
         self.ranks: Sequence[wire.RankReply] = ()
         self._named: Version | None = None
+        self.oldest = ""  # see `Engine.oldest`; of the last look, so that it may be older
         self._unused = UnusedState()
         self._orphans: Sequence[wire.FindUnusedReply] = ()
         self._leads = False
@@ -337,6 +338,7 @@ class ReplicaTarget(Target):
         """Ask every rank and the scheduler for their state; for a thread of its own."""
         self.check_leads()
         self._holds.look()
+        self.oldest = self.engine.oldest()
 
     def held(self) -> HeldVersion | None:
         return self._held

@@ -13,9 +13,9 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .engine import subscribe
+    from .engine import follow, subscribe
 
-__all__ = ["PREFIX", "SCHEME", "register", "subscribe"]
+__all__ = ["PREFIX", "SCHEME", "follow", "register", "subscribe"]
 
 SCHEME: Final = "deltachain:"
 """Prefix of versions at SGLang's own endpoint: ``deltachain:7``, or ``deltachain:`` for the head.
@@ -57,6 +57,6 @@ def speak() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "subscribe":
+    if name not in ("follow", "subscribe"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("deltachain_sglang.engine").subscribe
+    return getattr(import_module("deltachain_sglang.engine"), name)

@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from deltachain.errors import ApplyError, UnsupportedEngineError
+from deltachain.replica.engine import age
 
 from .table import BALANCED, IN_PLACE, MOVING, OUTLIVING, REPLACING, TABLE
 
@@ -161,19 +162,31 @@ def credit(scheduler: Any, version: str) -> None:
     """Label the tokens that were computed before a pause, but not yet returned.
 
     A scheduler computes one step ahead of the tokens that it returns, and would label those that it
-    returns after a change of the version with the new one.
+    returns after a change of the version with the new one. A request that has computed a part of
+    its prompt gets a label without tokens: so its first label is the oldest version in its cache.
     """
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
+    started = scheduler.chunked_req
+    if started is not None and not started.output_ids:
+        started.weight_version_events.append(WeightVersionEvent(version, 0))
     for batch, _ in getattr(scheduler, "result_queue", ()):
         for request in batch.reqs:
             if request is scheduler.chunked_req or request.finished():
                 continue  # its step generates no token
             events, count = request.weight_version_events, len(request.output_ids)
-            if events and events[-1].num_output_tokens == count:
+            if count and events and events[-1].num_output_tokens == count:
                 events.pop()
             event = WeightVersionEvent(old_version=version, num_output_tokens=count + 1)
             events.append(event)
+
+
+def oldest(scheduler: Any) -> str:
+    """Return the name of the oldest version whose keys and values running requests hold."""
+    running = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
+    events = [one.weight_version_events for one in running if one is not None]
+    names = [str(one[0].old_version) for one in events if one]
+    return min((*names, named()), key=age)
 
 
 def kinds(tags: Sequence[str] | None) -> frozenset[str]:

@@ -11,8 +11,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 from typing_extensions import override
 
-from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
-from deltachain.replica.engine import pause_mode, run_on
+from deltachain.errors import ApplyError, ConfigError, PartialApplyError, UnsupportedEngineError
+from deltachain.replica.engine import age, pause_mode, run_on
+from deltachain.replica.leader import Leader
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest, encode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
@@ -47,6 +48,7 @@ class SglangEngine:
         self._loop = loop
         self._doubted = False
         self._process, self._swaps = secrets.token_hex(8), 0
+        self._oldest = ""  # of the last reply
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
         """Send a request to every rank; flush or salt caches with a swap."""
@@ -58,6 +60,9 @@ class SglangEngine:
         if flush and self._is_staged:  # one stage swaps before another could reply that it is busy
             self._ask(msgspec.structs.replace(asked, ask=True))
         return self._ask(asked)
+
+    def oldest(self) -> str:
+        return self._oldest if self.mode == IN_PLACE else ""
 
     def _ask(self, asked: SchedulerRequest) -> Sequence[RankReply]:
         """Return the replies of all ranks.
@@ -80,6 +85,8 @@ class SglangEngine:
             if "busy" in statuses and asked.ask and time.monotonic() > until:
                 raise PartialApplyError(BUSY)
             if "busy" not in statuses or time.monotonic() > until:
+                # A refusal names none.
+                self._oldest = min((one.oldest for one in engines), key=age) or self._oldest
                 replies = [reply for engine in engines for reply in engine.replies]
                 return sorted(replies, key=lambda reply: reply.rank)
             time.sleep(BUSY_POLL_S)
@@ -141,12 +148,40 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
         EngineVersionError: This SGLang lacks names that are needed.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
+    replica = _engine_of(engine, settings)
+    target = ReplicaTarget(replica, settings.subscribe.url, settings.spool)
+    return Subscriber(settings.subscribe, target)
+
+
+def follow(engine: Any, config: SubscribeConfig | str) -> Leader:
+    """Let an ``Engine`` follow a chain in the background, while it generates.
+
+    >>> leader = deltachain_sglang.follow(engine, "s3://bucket/run")  # doctest: +SKIP
+    >>> leader.status().version, leader.stop()                        # doctest: +SKIP
+
+    The engine was created in a running event loop. Call ``stop`` and other methods that wait for
+    it in other threads.
+
+    Raises:
+        ConfigError: As :func:`subscribe`; or no event loop was running.
+    """
+    settings = ReplicaSettings.in_process(config, os.environ)
+    replica = _engine_of(engine, settings)
+    if not engine.loop.is_running():
+        raise ConfigError(
+            "the event loop of this engine runs only in its calls, so nothing can update it in the "
+            "background",
+            hint="create the engine in a running event loop, or call subscribe(engine, "
+            "url).update() between its calls",
+        )
+    return Leader(settings, replica).begin()
+
+
+def _engine_of(engine: Any, settings: ReplicaSettings) -> InProcessEngine:
     TABLE.tell(compat.check_version())
     if compat.front_ends() > 1:
         raise UnsupportedEngineError(
             f"this engine has {compat.front_ends()} tokenizer workers",
             hint="create it with tokenizer_worker_num=1",
         )
-    replica = InProcessEngine(engine.tokenizer_manager, engine.loop, settings)
-    target = ReplicaTarget(replica, settings.subscribe.url, settings.spool)
-    return Subscriber(settings.subscribe, target)
+    return InProcessEngine(engine.tokenizer_manager, engine.loop, settings)

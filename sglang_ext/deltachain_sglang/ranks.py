@@ -43,11 +43,12 @@ class SchedulerRequest(Struct, frozen=True, kw_only=True):
 class SchedulerReply(Struct, frozen=True, kw_only=True):
     """The replies of all ranks of an engine's stage, or of all its stages with one status.
 
-    The replies of one that is busy are refusals.
+    The replies of one that is busy are refusals. ``oldest`` is that of the engine.
     """
 
     status: Literal["answered", "busy", "asleep"] = "answered"
     replies: tuple[wire.AnyReply, ...] = ()
+    oldest: str = ""
 
 
 COLLECT: Final = "collect"
@@ -181,7 +182,7 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         compat.forget_embeddings()
     if asked.flush and not any(isinstance(one, wire.Refusal) for one in reply.replies):
         compat.flush(manager)
-    return reply
+    return msgspec.structs.replace(reply, oldest=compat.oldest(manager.scheduler))
 
 
 def _gathered(mine: str, status: Literal["answered", "busy"] = "answered") -> SchedulerReply:

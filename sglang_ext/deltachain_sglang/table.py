@@ -79,7 +79,11 @@ TABLE: Final = CapabilityTable(
         ),
         Capability(
             "labels tokens with their version",
-            names(_SCHEDULER, "record_weight_version_change(new_version) result_queue chunked_req")
+            names(
+                _SCHEDULER,
+                "record_weight_version_change(new_version) result_queue chunked_req "
+                "collect_inflight_reqs()",
+            )
             + names("sglang.srt.managers.schedule_batch:", "Req.weight_version_events")
             + names(
                 "sglang.srt.utils.weight_versions:",

@@ -144,6 +144,10 @@ class Server(ABC):
     @abstractmethod
     def flush(self) -> None: ...
 
+    def restarts(self) -> int:
+        """How often requests were computed anew, where the engine tells it."""
+        return 0
+
     def __enter__(self) -> Self:
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

@@ -2,7 +2,8 @@
 
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.engine
 
 STALE = "in_place"
 """The mode in which running requests go on with keys and values of older weights."""
+
+CHUNK = "--max-num-batched-tokens" if ENGINE == "vllm" else "--chunked-prefill-size"
+"""Option of the most tokens of a prompt that are computed at a time."""
 
 GOES_ON = ("keep", "retract", STALE)
 """Modes in which requests that were running go on with the next version."""
@@ -155,6 +159,52 @@ def test_versions_arrive_under_load_and_no_prefix_outlives_one(
 def test_versions_arrive_under_load_of_several_engines(trainer: Trainer, tmp_path: Path) -> None:
     with start(trainer.base, tmp_path / "server", trainer.url, dp=2) as server:
         checked(Trial(trainer, server, push=True), 4, finish={"length"})
+
+
+@pytest.mark.skipif(not LABELS, reason="this engine labels no tokens")
+def test_answers_and_status_name_the_oldest_version_whose_caches_they_read(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    environment, long = {"DELTACHAIN_PAUSE": STALE}, 480
+    with (
+        start(
+            trainer.base,
+            tmp_path / "server",
+            trainer.url,
+            environment=environment,
+            arguments=(CHUNK, "16"),
+        ) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trial, dice = Trial(trainer, server, push=True), random.Random(5)
+
+        def across(asked: list[int], length: int, wait_s: float) -> tuple[int, Future[Generated]]:
+            version = trainer.step()
+            assert server.post("stage", version=version).status_code == 200
+            answer = pool.submit(server.generate, asked, length)
+            time.sleep(wait_s)
+            server.update(version)
+            return version, answer
+
+        began = time.monotonic()
+        server.generate(prompt(dice, long), 1)
+        took_s, in_prompts = time.monotonic() - began, 0
+        for number in range(MOST_ROUNDS):
+            before = server.restarts()
+            version, found = across(prompt(dice, long), 24, took_s * (1 + number % 4) / 5)
+            answer = found.result()
+            if answer.spans[0][2] == str(version):  # it read nothing older
+                assert trial.wrong(answer) == 0, trial.explain(answer)
+            in_prompts += answer.spans[0][:2] == (0, 0) or server.restarts() > before
+        assert in_prompts
+
+        version, found = across(prompt(dice), long, took_s / 5)
+        while not found.done():
+            status = server.status()
+            assert found.done() or (status["version"], status["oldest"]) == (version, version - 1)
+            time.sleep(0.1)
+        assert [label for *_, label in found.result().spans] == [str(version - 1), str(version)]
+        server.wait_for(lambda status: status["oldest"] == version)
 
 
 @pytest.mark.slow

@@ -570,6 +570,9 @@ class FakeEngine:
         self.events.append("resume")
         self.paused = False
 
+    def oldest(self) -> str:
+        return ""
+
     def name_version(self, version: int) -> None:
         self.events.append(f"name {version}")
         if self.faults.name is not None:

@@ -11,12 +11,19 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .engine import subscribe
+    from .engine import follow, subscribe
     from .extension import WorkerExtension
     from .routes import EndpointPlugin
     from .trainer import DeltaChainTrainerInit
 
-__all__ = ["DeltaChainTrainerInit", "EndpointPlugin", "WorkerExtension", "register", "subscribe"]
+__all__ = [
+    "DeltaChainTrainerInit",
+    "EndpointPlugin",
+    "WorkerExtension",
+    "follow",
+    "register",
+    "subscribe",
+]
 
 BACKEND: Final = "deltachain"
 """Name of the weight-transfer backend."""
@@ -31,6 +38,7 @@ _HOMES: Final = {
     "DeltaChainTrainerInit": "deltachain_vllm.trainer",
     "EndpointPlugin": "deltachain_vllm.routes",
     "WorkerExtension": "deltachain_vllm.extension",
+    "follow": "deltachain_vllm.engine",
     "subscribe": "deltachain_vllm.engine",
 }
 

@@ -52,6 +52,14 @@ def rank_of(parallel: Any, rank: int) -> int:
     return int(engine * parallel.world_size + rank)
 
 
+async def call_engines(client: Any, method: str) -> list[str]:
+    """Call a method of the core of every engine; return all replies."""
+    core = client.engine_core
+    if hasattr(core, "call_utility_all_async"):
+        return list(await core.call_utility_all_async(method))
+    return [await core.call_utility_async(method)]
+
+
 async def call_workers(client: Any, method: str, *args: str) -> list[Any]:
     """Call a method of every worker; return all replies, engine by engine.
 

@@ -11,14 +11,15 @@ from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.replica import messages as wire
-from deltachain.replica.engine import pause_mode, run_on
+from deltachain.replica.engine import age, pause_mode, run_on
+from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE
-from .cache_salts import check_salted
-from .compat import call_workers, check_experts, check_layout, check_version, pause
+from .cache_salts import OLDEST, check_salted
+from .compat import call_engines, call_workers, check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
 from .table import TABLE
@@ -88,6 +89,11 @@ class VllmEngine:
     def name_version(self, version: int) -> None:
         self._wait(self._name(version))
 
+    def oldest(self) -> str:
+        if self.mode != IN_PLACE:
+            return ""
+        return min(self._wait(call_engines(self._client, OLDEST)), key=age)
+
     def fall_asleep(self) -> None:
         """Refuse calls from here on, and wait for threads that still read weights."""
         self.asleep = True
@@ -152,6 +158,9 @@ class OfflineEngine:
 
     def resume(self) -> None: ...
 
+    def oldest(self) -> str:
+        return ""
+
     def name_version(self, version: int) -> None:
         if not self.llm.reset_prefix_cache():
             raise ApplyError("the prefix cache could not be reset", version=version)
@@ -176,22 +185,46 @@ def subscribe(llm: "LLM | EngineClient", config: SubscribeConfig | str) -> Subsc
             event loop yet; or a ``DELTACHAIN_*`` variable is invalid.
     """
     settings = ReplicaSettings.in_process(config, os.environ)
+    target = ReplicaTarget(_engine_of(llm, settings), settings.subscribe.url, settings.spool)
+    return Subscriber(settings.subscribe, target)
+
+
+def follow(llm: EngineClient, config: SubscribeConfig | str) -> Leader:
+    """Let an ``AsyncLLM`` follow a chain in the background, while it generates.
+
+    >>> leader = deltachain_vllm.follow(llm, "s3://bucket/run")  # doctest: +SKIP
+    >>> leader.status().version, leader.stop()                   # doctest: +SKIP
+
+    Call this in its event loop, and ``stop`` and other methods that wait for it in other threads.
+
+    Raises:
+        ConfigError: As :func:`subscribe`; or it is an ``LLM``, which one thread calls at a time.
+    """
+    settings = ReplicaSettings.in_process(config, os.environ)
+    engine = _engine_of(llm, settings)
+    if isinstance(engine, OfflineEngine):
+        raise ConfigError(
+            "an LLM is called by one thread at a time, so none can update it in the background",
+            hint="call subscribe(llm, url).update() between its calls, or make an AsyncLLM",
+        )
+    return Leader(settings, engine).begin()
+
+
+def _engine_of(
+    llm: "LLM | EngineClient", settings: ReplicaSettings
+) -> "OfflineEngine | VllmEngine":
     TABLE.tell(check_version())
-    engine: OfflineEngine | VllmEngine
     if isinstance(llm, EngineClient):
         check_extension(llm.vllm_config, ARGUMENT)
         check_layout(llm.vllm_config)
-        engine = VllmEngine(llm, _loop_of(llm), settings)
-    elif hasattr(llm, "llm_engine"):
-        check_extension(llm.llm_engine.vllm_config, ARGUMENT)
-        check_experts(llm.llm_engine.vllm_config)
-        engine = OfflineEngine(llm)
-    else:
+        return VllmEngine(llm, _loop_of(llm), settings)
+    if not hasattr(llm, "llm_engine"):
         raise ConfigError(
             f"{type(llm).__name__} is no engine to subscribe", hint="pass an LLM or an AsyncLLM"
         )
-    target = ReplicaTarget(engine, settings.subscribe.url, settings.spool)
-    return Subscriber(settings.subscribe, target)
+    check_extension(llm.llm_engine.vllm_config, ARGUMENT)
+    check_experts(llm.llm_engine.vllm_config)
+    return OfflineEngine(llm)
 
 
 def _loop_of(client: Any) -> asyncio.AbstractEventLoop:

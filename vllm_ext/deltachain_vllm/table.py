@@ -160,11 +160,17 @@ TABLE: Final = CapabilityTable(
             "keeps caches by version",
             names(
                 "vllm.v1.core.sched.scheduler:Scheduler.",
-                "add_request(request) set_pause_state(pause_state) waiting ec_connector",
+                "add_request(request) set_pause_state(pause_state) pause_state waiting "
+                "ec_connector running requests prev_step_scheduled_req_ids "
+                "_preempt_request(request,timestamp)",
+            )
+            + names(
+                "vllm.v1.engine.core:EngineCore.", "set_weight_version(weight_version) scheduler"
             )
             + names(
                 "vllm.v1.request:Request.",
-                "cache_salt mm_features num_computed_tokens block_hashes update_block_hashes()",
+                "cache_salt mm_features num_computed_tokens num_output_tokens block_hashes "
+                "update_block_hashes()",
             ),
             without=f"pause mode {IN_PLACE} is refused",
             needed_by=IN_PLACE,

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tests.engines.bench.figures import Applied, Drawn, Lost
+from tests.engines.bench.figures import WAYS, Applied, Drawn, Lost
 from tests.engines.serving import ENGINE
 
 SIZES: Final = ("19M", "170M", "596M")
@@ -66,7 +66,9 @@ def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
     measure = import_module(f"tests.engines.{ENGINE}.bench_engine").measure_losses
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        drawn = _alone(draw, size, folder, [LOST_DENSITY] * (1 + 2 * LOST_TIMES * windows))
+        drawn = _alone(
+            draw, size, folder, [LOST_DENSITY] * (len(WAYS) * LOST_TIMES * (1 + windows))
+        )
         spool = folder / "spool"
         threads = max(1, multiprocessing.cpu_count() - 1)
         found = _alone(measure, drawn, spool, threads=threads, times=LOST_TIMES)

@@ -45,6 +45,12 @@ ROWS: Final[Mapping[str, str]] = {
     PATCHES: "vLLM checkpoint patches",
 }
 
+CLEARED: Final = "dropped"
+SALTED: Final = "by version"
+KEPT: Final = "all kept"
+WAYS: Final = (CLEARED, SALTED, KEPT)
+"""Ways of an update with caches; with the last one new requests read those of older weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
@@ -80,8 +86,7 @@ class Lost:
     threads: int
     times: int
     staging_s: list[float] = field(default_factory=list)
-    updating_s: list[float] = field(default_factory=list)
-    keeping_s: list[float] = field(default_factory=list)
+    updates_s: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     rates: list[float] = field(default_factory=list)
     stage_s: list[float] = field(default_factory=list)
     swap_s: list[float] = field(default_factory=list)

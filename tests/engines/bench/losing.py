@@ -3,17 +3,19 @@
 The engine is the one of a server, with its scheduler in a process of its own, driven by its own
 asynchronous client; only HTTP is left out. A fixed number of greedy requests is always
 running, and every token is counted when it arrives. Quiet windows of a few seconds alternate with
-others: in one versions are staged again and again, in one there are as many updates, in one there
-are updates after which requests go on with what they had cached. What a window lost is the time
-that its missing tokens would have taken at the rate of the two quiet windows next to it.
+others: in one versions are staged again and again, in the rest there are as many updates, each of
+one way with caches: all dropped, told apart by version, or all kept. All prompts begin alike, so
+that a cache is worth something. What a window lost is the time that its missing tokens would have
+taken at the rate of the two quiet windows next to it.
 """
 
 import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 from deltachain.replica.engine import Engine
@@ -21,24 +23,23 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe.config import SubscribeConfig
 from tests.bench.report import say
-from tests.engines.bench.figures import Drawn, Lost
+from tests.engines.bench.figures import CLEARED, WAYS, Drawn, Lost
 
 Generate: TypeAlias = "Callable[[list[int], int], AsyncIterator[int]]"
 
 REQUESTS: Final = 4
+SHARED: Final = 128  # tokens that all prompts begin with: a block of vLLM's on a CPU
 PROMPT: Final = 16
 LENGTH: Final = 192
 
 WINDOW_S: Final = 3.0
 
 
-async def lose(
-    clearing: Engine, keeping: Engine, generate: Generate, drawn: Drawn, lost: Lost
-) -> Lost:
-    """Follow a chain while generating."""
+async def lose(ways: Mapping[str, Engine], generate: Generate, drawn: Drawn, lost: Lost) -> Lost:
+    """Follow a chain while generating, by each way with caches in turn."""
     subscribe = SubscribeConfig(url=drawn.url, base=drawn.base)
     settings = ReplicaSettings(subscribe=subscribe, spool=spool_folder(os.environ))
-    leader = Leader(settings, clearing)
+    leader = Leader(settings, ways[CLEARED])
     await asyncio.to_thread(leader.subscriber.open)
     load = _Load(generate, lost.times)
     load.start()
@@ -46,29 +47,24 @@ async def lose(
     def stage() -> None:
         leader.subscriber.stage((leader.subscriber.version or 0) + 1)
 
-    def update() -> None:
+    def update(way: str) -> None:
+        leader.target.engine = ways[way]
         receipt = leader.update((leader.subscriber.version or 0) + 1)
-        if receipt is not None:
+        if receipt is not None and way == CLEARED:
             lost.stage_s.append(receipt.stage_s)
             lost.swap_s.append(receipt.swap_s)
             lost.pause_s.append(receipt.pause_s)
 
-    def update_keeping() -> None:
-        leader.target.engine = keeping
-        update()
-        leader.target.engine = clearing
-
-    kinds = (
-        (stage, lost.staging_s),
-        (update, lost.updating_s),
-        (update_keeping, lost.keeping_s),
-    )
-    await asyncio.to_thread(update)  # the first of everything
+    kinds = [(stage, lost.staging_s)] + [
+        (partial(update, way), lost.updates_s[way]) for way in WAYS
+    ]
+    for way in WAYS:
+        await asyncio.to_thread(update, way)  # the first of everything
     await load.window(None)
     quiet = await load.window(None)
-    for number in range((len(drawn.densities) - 1) // (2 * lost.times)):
+    for number in range(len(drawn.densities) // (len(WAYS) * lost.times) - 1):
         say(f"{drawn.size} in {lost.threads} threads: window {number}")
-        for action, seconds in kinds:
+        for action, seconds in kinds if number % 2 else reversed(kinds):
             busy = await load.window(action)
             after = await load.window(None)
             rate = (quiet.rate + after.rate) / 2
@@ -119,10 +115,10 @@ class _Load:
         return _Window(self._tokens - before, time.perf_counter() - start)
 
     async def _ask(self, seed: int) -> None:
-        dice = random.Random(seed)
+        dice, shared = random.Random(seed), random.Random(7).choices(range(3, 2000), k=SHARED)
         length = LENGTH * (seed + 1) // REQUESTS  # they end one after another
         while True:
-            prompt = dice.choices(range(3, 2000), k=PROMPT)
+            prompt = shared + dice.choices(range(3, 2000), k=PROMPT)
             async for count in self._generate(prompt, length):
                 self._tokens += count
             length = LENGTH

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from math import inf
 from statistics import median
 from typing import Any, Final
 
@@ -11,11 +12,26 @@ from rich.table import Table
 
 from tests.bench import report
 from tests.bench.report import Timings
-from tests.engines.bench.figures import FLOOR, PAUSE, RELOAD, ROWS, SWAP, Applied, Drawn, Lost
+from tests.engines.bench.figures import (
+    FLOOR,
+    KEPT,
+    PAUSE,
+    RELOAD,
+    ROWS,
+    SALTED,
+    SWAP,
+    WAYS,
+    Applied,
+    Drawn,
+    Lost,
+)
 from tests.engines.serving import ENGINE
 
 AIM: Final = 2.0
 """Most time that a swap in place may take, in times of bare writes."""
+
+LOST_AIM: Final = 1.3
+"""Most generation lost to an update with caches by version, in times of that with all kept."""
 
 CAVEAT: Final = "Candidates in turn, in one process; medians. On a busy machine trust ratios."
 
@@ -34,6 +50,7 @@ def show(
         for density, timings in timings_of(drawn, one).items()
         if one.plain and 1 / timings.ratio(SWAP, FLOOR) > AIM
     ]
+    slow += [f"caches {SALTED}" for one in lost[1] if _ratio(one) > LOST_AIM] if lost else []
     document = {
         "benchmark": ENGINE,
         "applied": [_plain(drawn) | asdict(one) for drawn, one in applied],
@@ -72,12 +89,18 @@ def _lost(drawn: Drawn, lost: Sequence[Lost]) -> Table:
     table = report.grid(title, "", *(f"engine in {one.threads} threads" for one in lost))
     for label, name in (
         ("lost to staging", "staging_s"),
-        ("lost to the update", "updating_s"),
-        ("lost, cached prefixes kept", "keeping_s"),
         ("pause", "pause_s"),
     ):
         table.add_row(label, *(_ms(median(getattr(one, name))) for one in lost))
+    for way in WAYS:
+        table.add_row(f"caches {way}", *(_ms(median(one.updates_s[way])) for one in lost))
+    table.add_row(f"{SALTED}, times {KEPT}", *(f"{_ratio(one):.2f}" for one in lost))
     return table
+
+
+def _ratio(lost: Lost) -> float:
+    kept_s = median(lost.updates_s[KEPT])
+    return median(lost.updates_s[SALTED]) / kept_s if kept_s > 0 else inf  # noise decides nothing
 
 
 def _ms(seconds: float) -> str:

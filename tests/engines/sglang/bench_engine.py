@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.engines.bench.figures import Applied, Drawn, Lost
+import msgspec
+from typing_extensions import override
+
+from tests.engines.bench.figures import CLEARED, KEPT, SALTED, Applied, Drawn, Lost
 
 
 class Alone:
@@ -30,6 +33,9 @@ class Alone:
     def pause(self, *, in_doubt: bool = False) -> None: ...
 
     def resume(self) -> None: ...
+
+    def oldest(self) -> str:
+        return ""
 
     def name_version(self, version: int) -> None: ...
 
@@ -81,7 +87,7 @@ def measure_losses(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lo
         dtype="bfloat16",
         attention_backend="torch_native",
         skip_tokenizer_init=True,
-        context_length=256,
+        context_length=512,
         max_running_requests=4,
         max_total_tokens=2048,
         mem_fraction_static=0.6,
@@ -114,6 +120,16 @@ async def _lose(engine: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url))
     loop, manager = asyncio.get_running_loop(), engine.tokenizer_manager
-    clearing = SglangEngine(manager, loop, settings)
-    keeping = SglangEngine(manager, loop, replace(settings, pause="in_place"))
-    return await lose(clearing, keeping, generate, drawn, lost)
+    salting = replace(settings, pause="in_place")
+
+    class Keeping(SglangEngine):
+        @override
+        def _ask(self, asked: Any) -> Sequence[Any]:
+            return super()._ask(msgspec.structs.replace(asked, salt=""))
+
+    ways = {
+        CLEARED: SglangEngine(manager, loop, settings),
+        SALTED: SglangEngine(manager, loop, salting),
+        KEPT: Keeping(manager, loop, salting),
+    }
+    return await lose(ways, generate, drawn, lost)

@@ -3,16 +3,25 @@
 Prints one line of JSON; the arguments are the URL, the base, and versions to pull and compare with.
 """
 
+import asyncio
 import json
 import os
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
+
+from deltachain.errors import ConfigError
 
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "SGLANG_CPU_OMP_THREADS_BIND": "0",
+}
+
+ASKED: dict[str, Any] = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
 }
 
 
@@ -43,14 +52,27 @@ def main(url: str, base: str) -> dict[str, Any]:
         seen["labels"].append(_label(engine))
         seen["scrubbed"].append(subscriber.scrub())
         seen["version"] = subscriber.version
+        try:
+            deltachain_sglang.follow(engine, url)
+        except ConfigError as exc:
+            seen["refused"] = str(exc)
+        loop = Thread(target=engine.loop.run_forever, daemon=True)
+        loop.start()
+        leader = deltachain_sglang.follow(engine, url)
+        while not (status := leader.status()).ready:
+            assert not status.fault
+            asyncio.run_coroutine_threadsafe(engine.async_generate(**ASKED), engine.loop).result()
+        seen["followed"] = [status.version, leader.scrub()]
+        leader.stop()
+        engine.loop.call_soon_threadsafe(engine.loop.stop)
+        loop.join()
     finally:
         engine.shutdown()
     return seen
 
 
 def _label(engine: Any) -> str:
-    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    found = engine.generate(input_ids=[5, 6, 7], sampling_params=sampling)
+    found = engine.generate(**ASKED)
     return str(found["meta_info"]["weight_versions"][-1]["version"])
 
 

@@ -42,6 +42,8 @@ def test_an_engine_follows_between_its_calls(tmp_path: Path, told: bool) -> None
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["labels"][1:] == ["2", "1"]
     assert (seen["scrubbed"], seen["version"]) == ([True, True], 1)
+    assert seen["followed"] == [3, True]
+    assert "running event loop" in seen["refused"]
     assert "deltachain: " in done.stderr
     assert (f"deltachain follows nothing: {TOLD}" in done.stderr) == told
 

@@ -19,6 +19,9 @@ class _Finder(MetaPathFinder):
         return spec_from_file_location(fullname, __file__) if "cache_salts" in fullname else None
 
 
+OLDEST = "get_weight_version"
+
+
 def salt_requests() -> None: ...
 
 

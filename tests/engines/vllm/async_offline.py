@@ -16,7 +16,6 @@ import psutil  # type: ignore[import-untyped]
 
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError
-from deltachain.replica.swap import ReplicaTarget
 from tests.engines.vllm.offline import _ENVIRONMENT, LENGTH
 
 
@@ -51,9 +50,13 @@ async def main(url: str, base: str) -> dict[str, Any]:
                 seen["wrong"][version] = await llm.collective_rpc("tests_wrong", args=asked)
         seen["tokens"] = [await running, await _generate(llm, LENGTH)]
         seen["scrubbed"] = await asyncio.to_thread(subscriber.scrub)
-        target = subscriber.target
-        assert isinstance(target, ReplicaTarget)
-        engine = target.engine
+        leader = deltachain_vllm.follow(llm, url)
+        while not (status := leader.status()).ready:
+            assert not status.fault
+            await _generate(llm, LENGTH)
+        seen["followed"] = [status.version, await asyncio.to_thread(leader.scrub)]
+        await asyncio.to_thread(leader.stop)
+        engine = leader.engine
         seen["dead"] = [engine.is_dead()]
         for child in psutil.Process().children(recursive=True):
             if "EngineCore" in " ".join(child.cmdline()):

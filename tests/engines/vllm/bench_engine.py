@@ -9,7 +9,18 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.bench.figures import ENVIRONMENT, EXTENSIONS, Applied, Drawn, Lost
+from typing_extensions import override
+
+from tests.engines.bench.figures import (
+    CLEARED,
+    ENVIRONMENT,
+    EXTENSIONS,
+    KEPT,
+    SALTED,
+    Applied,
+    Drawn,
+    Lost,
+)
 
 if TYPE_CHECKING:
     from deltachain.delta import TensorDelta
@@ -115,7 +126,7 @@ async def _measure(drawn: Drawn, lost: Lost) -> Lost:
     arguments = AsyncEngineArgs(
         model=str(drawn.base),
         dtype="bfloat16",
-        max_model_len=256,
+        max_model_len=512,
         max_num_seqs=4,
         enforce_eager=True,
         distributed_executor_backend="uni",
@@ -155,6 +166,18 @@ async def _lose(client: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url))
     loop = asyncio.get_running_loop()
-    clearing = VllmEngine(client, loop, settings)
-    keeping = VllmEngine(client, loop, replace(settings, pause="in_place"))
-    return await lose(clearing, keeping, generate, drawn, lost)
+    salting = replace(settings, pause="in_place")
+
+    class Keeping(VllmEngine):
+        @override
+        def pause(self, *, in_doubt: bool = False) -> None:
+            self._wait(client.collective_rpc("tests_salt", args=(False,)))
+            super().pause(in_doubt=in_doubt)
+            self._wait(client.collective_rpc("tests_salt", args=(True,)))
+
+    ways = {
+        CLEARED: VllmEngine(client, loop, settings),
+        SALTED: VllmEngine(client, loop, salting),
+        KEPT: Keeping(client, loop, salting),
+    }
+    return await lose(ways, generate, drawn, lost)

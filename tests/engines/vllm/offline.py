@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltachain.cli.pull import pull
-from deltachain.errors import DeltaChainError
+from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.swap import ReplicaTarget
 
 PROMPTS: Final = 6
@@ -46,6 +46,7 @@ class Seen:
     stale: dict[int, list[int]] = field(default_factory=dict)
     back: dict[int, list[list[str]]] = field(default_factory=dict)
     scrubbed: list[bool] = field(default_factory=list)
+    refused: str = ""
 
 
 def main() -> None:
@@ -122,6 +123,10 @@ def follow(llm: Any, judge: "_Judge", last: int, *, exact: bool, stock: bool) ->
         if not stock:
             seen.back[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
         seen.scrubbed.append(subscriber.scrub())
+    try:
+        deltachain_vllm.follow(llm, judge.url)
+    except ConfigError as exc:
+        seen.refused = str(exc)
     return seen
 
 

@@ -1,6 +1,7 @@
 """A stock ``vllm serve``; see :class:`tests.engines.serving.Server`."""
 
 import hashlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,12 @@ class VllmServer(Server):
 
     def flush(self) -> None:
         assert self.client.post("/reset_prefix_cache").status_code == 200
+
+    def restarts(self) -> int:
+        told = self.client.get("/metrics").text
+        found = re.search(r"^vllm:num_preemptions_total\S* (\S+)", told, re.MULTILINE)
+        assert found
+        return int(float(found[1]))
 
 
 def digest(tensor: Tensor) -> str:

@@ -34,7 +34,7 @@ def made() -> Any:
 def test_requests_share_a_cache_only_from_one_pause_to_the_next(made: Any) -> None:
     from deltachain_vllm.cache_salts import _on_pause, _on_request
 
-    scheduler = SimpleNamespace(waiting=[], ec_connector=None)
+    scheduler = SimpleNamespace(waiting=[], pause_state=0, ec_connector=None)
 
     def queued(salt: str | None = None) -> Any:
         _on_request(lambda scheduler, given: scheduler.waiting.append(given), scheduler, made(salt))
@@ -64,3 +64,52 @@ def test_requests_share_a_cache_only_from_one_pause_to_the_next(made: Any) -> No
     _on_request(lambda *_: None, other, request := made())
     assert request.mm_features[0].identifier == "picture"
     assert not set(keys(request)) & set(keys(first))
+
+
+def test_a_request_without_a_token_starts_again_and_others_have_the_version_of_their_start(
+    made: Any,
+) -> None:
+    from deltachain_vllm.cache_salts import _on_name, _on_pause, _on_request, oldest
+
+    again: list[Any] = []
+    scheduler = SimpleNamespace(waiting=[], running=[], requests={}, ec_connector=None)
+    scheduler.prev_step_scheduled_req_ids, scheduler.pause_state = {"name"}, 0
+
+    def preempt(request: Any, timestamp: float) -> None:
+        assert timestamp > 0
+        request.num_computed_tokens = 0
+        again.append(request)
+
+    scheduler._preempt_request = preempt
+    core: Any = SimpleNamespace(scheduler=scheduler)
+
+    def set_state(scheduler: Any, state: int) -> None:
+        scheduler.pause_state = state
+
+    def swap(version: str) -> None:
+        _on_pause(set_state, scheduler, 2)
+        _on_name(lambda *_: None, core, version)
+        _on_pause(set_state, scheduler, 0)
+
+    swap("9")
+    told, begun, waits = made(), made(), made()
+    for number, request in enumerate((told, begun, waits)):
+        _on_request(lambda *_: None, scheduler, request)
+        scheduler.requests[number] = request
+    told.append_output_token_ids(5)
+    told.num_computed_tokens = begun.num_computed_tokens = 16
+    scheduler.running, scheduler.waiting = [told, begun], [waits]
+    before = begun.cache_salt
+    _on_pause(set_state, scheduler, 0)  # it was not paused
+    assert again == []
+    swap("10")
+    assert (again, scheduler.running) == ([begun], [told])
+    assert before != begun.cache_salt == waits.cache_salt
+    assert scheduler.prev_step_scheduled_req_ids == set()
+    assert oldest(core) == "9"
+    begun.num_computed_tokens = waits.num_computed_tokens = 16
+    del scheduler.requests[0]
+    assert oldest(core) == "10"
+    scheduler.requests.clear()
+    swap("11")
+    assert oldest(core) == "11"

@@ -67,22 +67,20 @@ def test_this_vllm_has_what_a_pause_asks_for() -> None:
     assert "await asyncio.sleep(0.02)" in body
 
 
-def test_the_scheduler_is_paused_after_the_front_ends_cache_is_cleared() -> None:
-    client = Client(known=True)
-    asyncio.run(pause(client, "keep", clear=True))
-    assert client.asked == ["clear", ("scheduler", "keep", True)]
-
-
-def test_caches_that_are_kept_are_not_cleared() -> None:
-    client = Client(known=True)
-    asyncio.run(pause(client, "wait", clear=False))
-    assert client.asked == [("scheduler", "wait", False)]
-
-
-def test_an_unknown_client_is_paused_in_its_own_way() -> None:
-    client = Client(known=False)
-    asyncio.run(pause(client, "abort", clear=True))
-    assert client.asked == [("pause_generation", "abort", True)]
+@pytest.mark.parametrize(
+    ("known", "mode", "clear", "asked"),
+    [
+        (True, "keep", True, ["clear", ("scheduler", "keep", True)]),
+        (True, "wait", False, [("scheduler", "wait", False)]),
+        (False, "abort", True, [("pause_generation", "abort", True)]),
+    ],
+)
+def test_the_scheduler_is_paused_after_a_clear_or_an_unknown_client_in_its_own_way(
+    known: bool, mode: str, clear: bool, asked: list[Any]
+) -> None:
+    client = Client(known=known)
+    asyncio.run(pause(client, mode, clear=clear))
+    assert client.asked == asked
 
 
 pytestmark = pytest.mark.engine
@@ -94,6 +92,7 @@ def test_an_asynchronous_engine_follows_while_it_generates(tmp_path: Path) -> No
     assert seen["wrong"] == {"2": [[]], "1": [[]]}
     assert seen["tokens"] == [200, 12]
     assert seen["scrubbed"] is True
+    assert seen["followed"] == [3, True]
     assert seen["dead"] == [False, True]
     assert "asyncio.to_thread" in seen["refused"]
 

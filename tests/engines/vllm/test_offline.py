@@ -44,6 +44,7 @@ def check(seen: dict[str, Any], ranks: int) -> None:
     assert seen["named"] == {str(v): str(v) for v in range(1, VERSIONS + 1)}
     assert seen["back"] == {str(v): [[]] * ranks for v in (VERSIONS - 1, VERSIONS - 2, 0)}
     assert seen["scrubbed"] == [True] * 3
+    assert "one thread at a time" in seen["refused"]
 
 
 # The others take the way of qwen3, which two ranks take below; test_matrix.py loads them too.

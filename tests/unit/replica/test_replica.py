@@ -501,7 +501,8 @@ def test_experts_that_move_are_found_on_every_rank(followed: Callable[..., Follo
         assert leader.rollback(1).version == 1
         assert here.holds(1)
         leader.release()
-        moving = mock.patch.object(FakeModel, "slots", side_effect=errors.ExpertsMovedError("in flight"))
+        in_flight = errors.ExpertsMovedError("in flight")
+        moving = mock.patch.object(FakeModel, "slots", side_effect=in_flight)
         with moving, pytest.raises(errors.ExpertsMovedError, match="in flight"):
             leader.update()
         assert here.holds(1)

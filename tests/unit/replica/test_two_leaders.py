@@ -80,6 +80,9 @@ class ProcessEngine:
     def resume(self) -> None:
         self.paused = False
 
+    def oldest(self) -> str:
+        return ""
+
     def name_version(self, version: int) -> None:
         self.version = version
 
