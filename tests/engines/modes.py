@@ -347,7 +347,7 @@ class Trying:
             time.sleep(0.1)
         if not self.mode.fresh:
             for answer in self.last.last_words([5, 6, 7]):
-                judge = Judge(self.trainer.pulled(int(answer.spans[0][2])))
+                judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))
         assert not self.last.server.alive or self.last.server.readiness() <= {503}
         if len(self.replicas) > 1:

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ class Replica:
     def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path, last: int) -> None:
         self.trainer, self.server, self.tp, self.strikes = trainer, server, tp, strikes
         self.last = last  # rank of the last engine
+        self.judge = cache(lambda version: Judge(trainer.pulled(version)))
 
     @property
     def store(self) -> Path:
@@ -62,9 +64,7 @@ class Replica:
         right = [
             v
             for v in range(self.trainer.head + 1)
-            if not any(
-                Judge(self.trainer.pulled(v)).wrong(a.prompt, a.tokens, range(24)) for a in answers
-            )
+            if not any(self.judge(v).wrong(a.prompt, a.tokens, range(24)) for a in answers)
         ]
         return right == [version]
 
