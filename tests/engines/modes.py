@@ -3,7 +3,7 @@
 ::
 
     python -m tests.engines.modes                   # rows that were not run yet, then the table
-    python -m tests.engines.modes --rows NAME,...   # these, again
+    python -m tests.engines.modes --rows NAME ...   # these, again
     python -m tests.engines.modes --write           # the table into the engine's README
 
 Rows, logs and checkpoints are kept in the folder ``modes``.
@@ -167,6 +167,11 @@ def all_at_once(replica: Replica) -> None:
     sleeps(replica, "12")
 
 
+def tells_draft(replica: Replica) -> None:
+    drafts = [rank["draft"] for rank in replica.server.status()["ranks"]]
+    assert all(draft.endswith(" keeps its weights") for draft in drafts), drafts
+
+
 def balanced(option: str, each: str, size: int, local: int, **more: Any) -> Mode:
     """Servers of vLLM with some engines each, which something else balances among."""
     shared = ("--data-parallel-address", HOST, "--data-parallel-rpc-port", "PORT", option)
@@ -210,10 +215,13 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             arguments=speculating(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
         ),
         "drafts: MTP head in the chain": Mode(
-            arguments=speculating(method="mtp", num_speculative_tokens=1), make=Headed
+            arguments=speculating(method="mtp", num_speculative_tokens=1),
+            make=Headed,
+            act=tells_draft,
         ),
         "drafts: a model": Mode(
-            arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2)
+            arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
+            act=tells_draft,
         ),
         "LoRA, own extension, sleep levels 1 and 2": Mode(arguments=LORA, act=all_at_once),
         "extension, no subclass": Mode(arguments=("--worker-extension-cls", "string.Formatter")),
@@ -429,7 +437,7 @@ def log(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=lambda text: text.split(","))
+    parser.add_argument("--rows", nargs="+", choices=MODES[ENGINE])
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     KEPT.mkdir(parents=True, exist_ok=True)
