@@ -327,7 +327,7 @@ class Trying:
             return f"{VERSIONS} versions"
         trial = Trial(self.trainer, self.first.server, push=False)
         finish = {"length", "abort"} if self.mode.pause == "abort" else {"length"}
-        seen = checked(trial, VERSIONS, finish=finish, stale=self.mode.pause == STALE)
+        seen = checked(trial, VERSIONS, finish=finish, stale=self.mode.pause == STALE, streams=2)
         every = [*seen.generated, *trial.fresh]
         self.tokens += sum(len(answer.tokens) for _, answer in every)
         self.is_at(self.trainer.head)
@@ -440,6 +440,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=MODES[ENGINE])
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # the engine needs the cores
     KEPT.mkdir(parents=True, exist_ok=True)
     kept = KEPT / "rows.jsonl"
     done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
