@@ -270,6 +270,7 @@ class Trying:
         self.environment = {name: given(text) for name, text in mode.environment.items()}
         self.replicas = [self._made(number, each) for number, each in enumerate(mode.each)]
         self.first, self.last = self.replicas[0], self.replicas[-1]
+        self.together = "DELTACHAIN_TOGETHER" in mode.environment
 
     def _made(self, number: int, each: tuple[str, ...]) -> Replica:
         mode, folder = self.mode, self.folder / str(number)
@@ -360,9 +361,10 @@ class Trying:
         assert not self.last.server.alive or self.last.server.readiness() <= {503}
         if len(self.replicas) > 1:
             head = self.trainer.step()
+            most = head - 1 if self.together else head
+            self.first.server.wait_for(lambda status: status["version"] == most)
             time.sleep(5)
-            held = self.first.server.status()["version"]
-            assert held == (head - 1 if "DELTACHAIN_TOGETHER" in self.environment else head), held
+            assert self.first.server.status()["version"] == most
 
     def push(self) -> str:
         new = self.trainer.step()
@@ -379,7 +381,7 @@ def cells(mode: Mode, folder: Path) -> Iterator[tuple[str, str]]:
             yield "follow", trying.follow()
             yield "rollback", trying.rollback()
             trying.kill()
-        with trying.up(follow=False):
+        with trying.up(follow=trying.together):  # one alone may not catch up
             trying.is_at(trainer.head)
             yield "kill -9, restart", "right"
             yield "push", trying.push()

@@ -35,7 +35,7 @@ PAUSES: Final = {
 
 START_S: Final = 900.0
 STOP_S: Final = 15.0
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 180.0
 
 _LEASH: Final = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 """Ends a server whose test was killed: that closes its end of the pipe."""
@@ -177,7 +177,7 @@ class Server(ABC):
                 headers=self._headers,
                 # A test that stands still for seconds would send on what the server is closing.
                 limits=httpx.Limits(max_keepalive_connections=0),
-                timeout=120,
+                timeout=600,
                 trust_env=False,
             )
             self._clients.append(self._own.client)

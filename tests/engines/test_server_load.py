@@ -133,7 +133,7 @@ def checked(
     ) as seen:
         for _ in range(versions):
             trial.version()
-    assert seen.failures == []
+    assert seen.failures == [], seen.failures[:3]
     assert {reason for _, reason in seen.finished} == finish
     assert all(count == LENGTH for count, reason in seen.finished if reason == "length")
     assert {answer.finish for _, answer in seen.generated} <= finish
