@@ -163,7 +163,7 @@ def all_at_once(replica: Replica) -> None:
     """Assert what LoRA, an extension of the user and sleep do in one server of vLLM."""
     adapts(replica)
     answer = replica.server.client.post("/collective_rpc", json={"method": "own_answer"})
-    assert answer.json()["results"] == [42], answer.text
+    assert answer.json()["results"] == ["42"], answer.text
     sleeps(replica, "12")
 
 
