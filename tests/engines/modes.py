@@ -2,9 +2,9 @@
 
 ::
 
-    python -m tests.engines.modes                   # rows that were not run yet, then the table
+    python -m tests.engines.modes                   # rows that were not run or wrong; the table
     python -m tests.engines.modes --rows NAME ...   # these, again
-    python -m tests.engines.modes --write           # the table into the engine's README
+    python -m tests.engines.modes --rows --write    # none; the table into the engine's README
 
 Rows, logs and checkpoints are kept in the folder ``modes``.
 """
@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -404,6 +404,10 @@ def words(folder: Path, error: BaseException) -> str:
     return f"refused: {ours[-1]}" if ours else f"{ENGINE}: {theirs[-1]}"
 
 
+def is_wrong(row: Mapping[str, str]) -> bool:
+    return row.get("said", "").startswith("WRONG")
+
+
 def run(name: str) -> dict[str, str]:
     folder = KEPT / re.sub(r"\W+", "-", name)
     shutil.rmtree(folder, ignore_errors=True)
@@ -422,13 +426,14 @@ def run(name: str) -> dict[str, str]:
     return {**row, "seconds": f"{time.monotonic() - began:.0f}"}
 
 
-def table(rows: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
+def table(rows: Iterable[Mapping[str, str]]) -> str:
     lines = [f"| mode | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for (name, engine), row in rows.items():
+    for row in rows:
         found = [row.get(column, "") for column in COLUMNS]
         if "said" in row:
             found[found.index("")] = " ".join(row["said"].split()).replace("|", "/")[:LONGEST]
-        shown = name if engine == version(ENGINE) else f"{name}, {engine}"
+        known = row["engine"] == version(ENGINE)
+        shown = row["mode"] if known else f"{row['mode']}, {row['engine']}"
         lines.append(f"| {' | '.join([shown, *found])} |")
     return "\n".join(lines)
 
@@ -439,7 +444,7 @@ def log(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", nargs="+", choices=MODES[ENGINE])
+    parser.add_argument("--rows", nargs="*")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)  # the engine needs the cores
@@ -447,12 +452,13 @@ def main() -> None:
     kept = KEPT / "rows.jsonl"
     done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     rows = {(row["mode"], row["engine"]): row for row in done}
-    for name in given.rows or MODES[ENGINE]:
-        if given.rows or (name, version(ENGINE)) not in rows:
-            rows[name, version(ENGINE)] = row = run(name)
-            with kept.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    made = table({key: row for key, row in rows.items() if key[0] in MODES[ENGINE]})
+    at = version(ENGINE)
+    left = [name for name in MODES[ENGINE] if is_wrong(rows.get((name, at), {"said": "WRONG"}))]
+    for name in left if given.rows is None else given.rows:
+        rows[name, at] = row = run(name)
+        with kept.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    made = table([row for name in MODES[ENGINE] for row in rows.values() if row["mode"] == name])
     print(made)  # noqa: T201
     if given.write:
         text, block = README.read_text(), f"<!-- modes -->\n\n{made}\n\n<!-- end -->"
