@@ -397,9 +397,10 @@ def cells(mode: Mode, folder: Path) -> Iterator[tuple[str, str]]:
 def words(folder: Path, error: BaseException) -> str:
     """What ended a row: our refusal, or the engine's last error, or what was found wrong."""
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
+    logs = re.sub(r".* WARNING .*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
     theirs = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .*|error: .*)", logs)
-    if isinstance(error, AssertionError) or not (ours or theirs):
+    if not (str(error).startswith("the server ended") and (ours or theirs)):
         return f"WRONG: {str(error) or repr(error)}"
     return f"refused: {ours[-1]}" if ours else f"{ENGINE}: {theirs[-1]}"
 

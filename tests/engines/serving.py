@@ -171,7 +171,8 @@ class Server(ABC):
     @property
     def client(self) -> httpx.Client:
         """Asks it things; each thread has one, since one closes what another reads from."""
-        if not hasattr(self._own, "client"):
+        known = getattr(self._own, "client", None)
+        if known is None or known.is_closed:  # of an earlier start
             self._own.client = httpx.Client(
                 base_url=f"http://{HOST}:{self.port}",
                 headers=self._headers,
