@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv-trainers venv-verl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions bench-sglang clean help
+.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -158,6 +158,11 @@ VERSION ?= $(if $(filter vllm,$(ENGINE)),0.31.0,0.5.22)
 test-engine-versions:  ## versions under load in another release: ENGINE=sglang, VERSION=0.5.22
 	$(PYTHON) tests/engines/build_venv.py $(ENGINE)-$(VERSION)
 	.venv-$(ENGINE)-$(VERSION)/bin/pytest tests/engines/test_server_load.py -m "engine and not slow"
+
+# Not in CI: two starts of a server a row. Rows that were run are kept in the folder modes.
+test-modes:  ## each mode of an engine, followed and killed, as the table of its README: ENGINE=sglang
+	$(MAKE) venv-$(ENGINE)
+	.venv-$(ENGINE)/bin/python -m tests.engines.modes --write
 
 test-triton: venv  ## Triton programs without a card: interpreted, and compiled for three architectures
 	$(BIN)/pytest -m triton tests/unit/test_staging_programs.py tests/unit/test_kernels.py

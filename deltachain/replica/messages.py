@@ -112,6 +112,7 @@ class RankReply(Struct, frozen=True, kw_only=True, tag_field="reply"):
     rank: int = -1
     leader: str = ""
     sequence: Count = 0
+    draft: str = ""  # what a draft model of the engine follows; empty without one
 
 
 class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults=True):

@@ -1,8 +1,10 @@
 """A trainer and a server that follows it, and what must be true of the two after anything."""
 
 import random
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,7 +13,7 @@ import httpx
 
 from tests.engines import strikes
 from tests.engines.expected import Judge, holds
-from tests.engines.serving import Server, prompt, start
+from tests.engines.serving import STOP_S, Generated, Server, prompt, start
 from tests.engines.trainer import Trainer
 
 
@@ -21,6 +23,7 @@ class Replica:
     def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path, last: int) -> None:
         self.trainer, self.server, self.tp, self.strikes = trainer, server, tp, strikes
         self.last = last  # rank of the last engine
+        self.judge = cache(lambda version: Judge(trainer.pulled(version)))
 
     @property
     def store(self) -> Path:
@@ -61,11 +64,19 @@ class Replica:
         right = [
             v
             for v in range(self.trainer.head + 1)
-            if not any(
-                Judge(self.trainer.pulled(v)).wrong(a.prompt, a.tokens, range(24)) for a in answers
-            )
+            if not any(self.judge(v).wrong(a.prompt, a.tokens, range(24)) for a in answers)
         ]
         return right == [version]
+
+    def last_words(self, asked: list[int]) -> list[Generated]:
+        """Return what it answers, once a rank was killed, until it ends."""
+        client, until, said = self.server.client, time.monotonic() + STOP_S, []
+        client.timeout, usual = 2, client.timeout
+        while self.server.alive and time.monotonic() < until:
+            with suppress(httpx.TransportError, AssertionError):
+                said.append(self.server.generate(asked, 4))
+        client.timeout = usual
+        return said
 
     def stands_still(self) -> bool:
         paused = self.server.paused()

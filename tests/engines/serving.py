@@ -35,7 +35,7 @@ PAUSES: Final = {
 
 START_S: Final = 900.0
 STOP_S: Final = 15.0
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 180.0
 
 _LEASH: Final = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 """Ends a server whose test was killed: that closes its end of the pipe."""
@@ -111,7 +111,7 @@ class Server(ABC):
     def variables(self, options: Options) -> dict[str, str]: ...
 
     @abstractmethod
-    def generate(self, prompt: Sequence[int], length: int) -> Generated: ...
+    def generate(self, prompt: Sequence[int], length: int, adapter: str = "") -> Generated: ...
 
     @abstractmethod
     def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]: ...
@@ -175,13 +175,14 @@ class Server(ABC):
     @property
     def client(self) -> httpx.Client:
         """Asks it things; each thread has one, since one closes what another reads from."""
-        if not hasattr(self._own, "client"):
+        known = getattr(self._own, "client", None)
+        if known is None or known.is_closed:  # of an earlier start
             self._own.client = httpx.Client(
                 base_url=f"http://{HOST}:{self.port}",
                 headers=self._headers,
                 # A test that stands still for seconds would send on what the server is closing.
                 limits=httpx.Limits(max_keepalive_connections=0),
-                timeout=120,
+                timeout=600,
                 trust_env=False,
             )
             self._clients.append(self._own.client)

@@ -129,13 +129,15 @@ class Trial:
                 assert self.wrong(answer) == 0, self.explain(answer)
 
 
-def checked(trial: Trial, versions: int, *, finish: set[str], stale: bool = False) -> Seen:
+def checked(
+    trial: Trial, versions: int, *, finish: set[str], stale: bool = False, streams: int = 8
+) -> Seen:
     with clients(
-        trial.server, streams=8, labelled=2, length=LENGTH, applied=lambda: trial.applied
+        trial.server, streams=streams, labelled=2, length=LENGTH, applied=lambda: trial.applied
     ) as seen:
         for _ in range(versions):
             trial.version()
-    assert seen.failures == []
+    assert seen.failures == [], seen.failures[:3]
     assert {reason for _, reason in seen.finished} == finish
     assert all(count == LENGTH for count, reason in seen.finished if reason == "length")
     assert {answer.finish for _, answer in seen.generated} <= finish

@@ -51,6 +51,9 @@ class WorkerExtension:
         if isinstance(reply, StatusReply):
             is_open = bool(getattr(self, "_weight_update_active", False))
             reply = msgspec.structs.replace(reply, in_update_session=is_open)
+        if draft is not None:
+            kept = f"{type(draft).__name__} keeps its weights"
+            reply = msgspec.structs.replace(reply, draft=kept)
         return encode_reply(reply)
 
     def deltachain_settle(self) -> None:

@@ -36,8 +36,9 @@ class SglangServer(Server):
             "SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp * options.dp),
         }
 
-    def generate(self, prompt: Sequence[int], length: int) -> Generated:
-        response = self.client.post("/generate", json=_body(prompt, length))
+    def generate(self, prompt: Sequence[int], length: int, adapter: str = "") -> Generated:
+        body = {**_body(prompt, length), **({"lora_path": adapter} if adapter else {})}
+        response = self.client.post("/generate", json=body)
         assert response.status_code == 200, response.text
         found = response.json()
         meta = found["meta_info"]

@@ -53,9 +53,9 @@ class VllmServer(Server):
             found["VLLM_SERVER_DEV_MODE"] = "1"
         return found
 
-    def generate(self, prompt: Sequence[int], length: int) -> Generated:
+    def generate(self, prompt: Sequence[int], length: int, adapter: str = "") -> Generated:
         body = {
-            "model": MODEL,
+            "model": adapter or MODEL,
             "token_ids": list(prompt),
             "sampling_params": {"temperature": 0, "max_tokens": length, "ignore_eos": True},
         }
@@ -108,6 +108,13 @@ class VllmServer(Server):
 
     def go_on(self) -> None:
         assert self.client.post("/resume").status_code == 200
+
+    def sleep(self, level: str) -> None:
+        answer = self.client.post(f"/sleep?level={level}")
+        assert answer.status_code == 200, answer.text
+
+    def wake(self) -> None:
+        assert self.client.post("/wake_up").status_code == 200
 
     def paused(self) -> bool:
         return bool(self.client.get("/is_paused").json()["is_paused"])

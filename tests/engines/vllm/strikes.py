@@ -5,4 +5,6 @@ import tests.engines.strikes  # noqa: F401 - makes it so, in this process
 
 
 class WorkerExtension(deltachain_vllm.extension.WorkerExtension):
-    pass
+    def own_answer(self) -> int:
+        """A method of a user's own extension, which is a subclass of ours."""
+        return 42

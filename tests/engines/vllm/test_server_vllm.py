@@ -7,6 +7,7 @@ import pytest
 from tests.engines.replica import error_of, serving
 from tests.engines.serving import answers, start
 from tests.engines.trainer import Trainer
+from tests.engines.vllm.server import VllmServer
 
 
 def test_a_server_of_phi_serves_what_it_serves_without_us(tmp_path: Path) -> None:
@@ -102,14 +103,15 @@ def test_a_sleeping_replica_is_not_ready_and_is_proven_as_it_wakes(
     with serving(trainer, tmp_path) as replica:
         server = replica.server
         server.update(trainer.step())
-        assert server.client.post("/sleep?level=2").status_code == 200
+        assert isinstance(server, VllmServer)
+        server.sleep("2")
         answer = server.get("ready")
         assert (answer.status_code, answer.json()["reason"][:6]) == (503, "asleep")
         trainer.step()
         refused = error_of(server.post("update"), 409)
         assert "released its weights" in refused["message"]
         server.reset()
-        assert server.client.post("/wake_up").status_code == 200
+        server.wake()
         assert server.get("ready").status_code == 200
         server.update()
         assert replica.holds(2)
