@@ -50,7 +50,7 @@ from .layout.in_place import again, read_back
 from .layout.kept_proof import find_layout
 from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
-from .layout.module_members import undisturbed
+from .layout.module_members import SMALL, undisturbed
 from .layout.runtime_tables import RuntimeTables
 from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
 from .placements import HolderKey, Placement, Window
@@ -71,10 +71,15 @@ class HostCopies:
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
-        self.bits = {
-            name: self.bits[name] if name in self.bits else self._source.bits(name)
-            for name in names
-        }
+        kept, names = self.bits, list(names)
+        with Pool(cores()) as pool:
+            bits = pool.ordered(
+                lambda name: kept[name] if name in kept else self._source.bits(name),
+                names,
+                ahead=2 * cores(),
+                small=lambda name: name in kept or self._specs[name].nbytes < SMALL,
+            )
+            self.bits = dict(zip(names, bits, strict=True))
 
     def load(self, layout: Layout, names: Collection[str]) -> None:
         """Let the engine load changed copies, together with the rest of their groups."""

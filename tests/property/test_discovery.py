@@ -339,7 +339,8 @@ def _uniform(patch: pytest.MonkeyPatch) -> None:
 
 def _halves(patch: pytest.MonkeyPatch) -> None:
     """Groups are loaded all at once."""
-    patch.setattr(reloads, "halves", lambda _: [])
+    patch.setattr(reloads, "separating", lambda _: [])
+    patch.setattr(reloads, "crossing", lambda groups: ([groups], [groups]))
 
 
 def _turns(patch: pytest.MonkeyPatch) -> None:
@@ -423,7 +424,6 @@ MORE_SWITCHES: Final[dict[str, tuple[Switch, Recipe]]] = {
     "a neighbour's change proves nothing": (_alone, tryable_modules(2499)),
     "other bits show where they go": (_where, loaders(23)),
     "groups are loaded apart": (_halves, loaders(86)),
-    "loading is repeatable": (partial(_empty, Trial, "_expect_repeatable"), loaders(23)),
     "groups of one layer take turns": (_turns, tryable_modules(889)),
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, tryable_modules(1065)),

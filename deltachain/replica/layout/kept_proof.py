@@ -258,7 +258,7 @@ def _tried(state: ModelState, found: Findings, layout: Layout) -> bool:
     for method in {method for method, _ in layout.groups}:
         mine = [group for way, group in layout.groups if way == method]
         loaded = _one_of_each(state, found, mine)
-        outcome = Trial(state, known, method, loaded).each()
+        outcome = Trial(state, known, method, loaded).each(loaded)
         silent = outcome.idle.intersection(name for group in loaded for name in group.names)
         if outcome.refused or silent - layout.idle or outcome.moved & layout.readable.keys():
             return False

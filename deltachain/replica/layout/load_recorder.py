@@ -8,6 +8,7 @@ they get no places, but a reason. The operations are tracked that compute from s
 tensors that a loader holds back until others arrive are known to belong together.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -74,7 +75,7 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
         held = frozenset().union(*together)
         alone = [spec for spec in wanted.values() if spec.name not in held]
         runs[0].keep(held)
-        runs += [_Run([spec], storages).execute(load, members) for spec in alone]
+        runs += _run_apart(alone, lambda specs: _Run(specs, storages).execute(load, members))
     places: dict[str, list[Placement]] = {name: [] for name in wanted}
     reasons: dict[str, str] = {}
     raised: set[str] = set()
@@ -85,6 +86,30 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
             places[name].append(place)
     kept = {name: tuple(mine) for name, mine in places.items() if name not in reasons}
     return Recording(kept, reasons, frozenset(raised), together)
+
+
+def _run_apart(specs: Iterable[TensorSpec], run: Callable[..., "_Run"]) -> list["_Run"]:
+    """Run the loader for one tensor of each kind alone, and for the others together.
+
+    Tensors are of one kind if only numbers in their names differ. If the loader raises for one,
+    it would for most others, which are not tried: a reload of their layers has to be proven anyway.
+    If the others cannot be told apart, each of them is loaded alone.
+    """
+    kinds: dict[object, list[TensorSpec]] = {}
+    for spec in specs:
+        key = re.sub(r"\d+", "0", spec.name), spec.dtype, spec.shape
+        kinds.setdefault(key, []).append(spec)
+    runs, left = [], list[TensorSpec]()
+    for first, *others in kinds.values():
+        runs.append(run([first]))
+        if runs[-1].raised:
+            why = runs[-1].reasons[first.name]
+            runs[-1].reasons.update(dict.fromkeys((one.name for one in others), why))
+            runs[-1].raised.update(one.name for one in others)
+        else:
+            left += others
+    rest = [run(left)] if left else []
+    return [*runs, *([run([one]) for one in left] if rest and rest[0].unattributed else rest)]
 
 
 class _Run(TorchDispatchMode):

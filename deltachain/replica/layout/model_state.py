@@ -8,6 +8,7 @@ import dis
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FunctionType, MethodType
@@ -253,8 +254,18 @@ class ModelState:
         self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
 
     def now(self, layers: frozenset[str] | None = None) -> "ModelState":
-        """Return the state of this moment, to compare with: it cannot be put back."""
-        return ModelState(self.model, self.source, layers=layers)
+        """Return the state of this moment, to compare with: it cannot be put back.
+
+        With ``layers``, only these can be compared.
+        """
+        state = copy(self)
+        kept = self.tensors.items()
+        state.bits = Fingerprints(
+            {n: one for n, one in kept if layers is None or self.owner[n] in layers}
+        )
+        state.numbers = dict(_numbers(self.modules))
+        state.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
+        return state
 
     def load(
         self,

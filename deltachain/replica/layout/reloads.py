@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import combinations, count, zip_longest
-from math import comb
+from math import comb, isqrt
 from typing import Any, Final, TypeVar
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
@@ -96,8 +96,19 @@ class Trial:
 
     def run(self) -> Outcome:
         """Try groups without common layers together; each by itself if anything fails."""
-        tried = self.each()
+        layers = [layer for group in self.groups for layer in group.layers]
+        in_turn = all(group.layers for group in self.groups) and len(layers) == len(set(layers))
+        # A reload takes all tensors of its layers: what follows there can only follow a single one.
+        alone = [g for g in self.groups if in_turn and len(g.names) == 1 and self.method in RELOADS]
+        tried = self.each([group for group in self.groups if group not in alone])
         followed = [group for group in self.groups if group.names[0] not in tried.refused]
+        if in_turn:
+            try:
+                return tried + self._expect_apart(followed, tried.touched, in_turn=True, seen=alone)
+            except Exception:  # noqa: BLE001 - a loader may raise anything
+                self._put_back(followed)
+            tried += self.each(alone)
+            followed = [group for group in followed if group.names[0] not in tried.refused]
         apart = partial(self._expect_apart, touched=tried.touched)
         try:
             return tried + apart(followed)
@@ -109,10 +120,10 @@ class Trial:
         left = [group for group in followed if group.names[0] not in refused]
         return tried + Outcome(refused) + self._attempt(left, apart)
 
-    def each(self) -> Outcome:
+    def each(self, groups: Sequence[LoadGroup]) -> Outcome:
         """Try tensors alone; groups without common layers together, unless anything fails."""
-        known = [group for group in self.groups if group.layers]
-        left = [group for group in self.groups if not group.layers]
+        known = [group for group in groups if group.layers]
+        left = [group for group in groups if not group.layers]
         parts = list(batches(known, lambda group: group.names, self.state.source.specs, PART))
         tried = Outcome()
         for part in parts:
@@ -157,38 +168,61 @@ class Trial:
         self.state.expect_same()
         return seen.outcome()
 
-    def _expect_apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
+    def _expect_apart(
+        self,
+        groups: Sequence[LoadGroup],
+        touched: frozenset[str],
+        *,
+        in_turn: bool = False,
+        seen: Sequence[LoadGroup] = (),
+    ) -> Outcome:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
         A swap loads only changed groups, so any two of them must be separable: each is loaded
         without the other. The result must be the same again whenever the same bits are loaded.
-        Tensors in other layers may have been ``touched``.
+        Tensors in other layers may have been ``touched``. Groups of different layers are loaded
+        ``in_turn``, their other bits and their first, twice instead of five times; a single tensor
+        of a group is ``seen`` to be followed meanwhile.
         """
         if not groups:
             return Outcome()
         others = [name for group in groups for name in group.names]
-        self._expect_kept(groups, others, touched)
-        once = self.state.now()
+        rows, columns = crossing(groups) if in_turn else ([groups], [groups])
+        self._expect_kept(rows, others, touched)
+        once, watch = self.state.now(), _Seen(self, seen)
+        if seen:
+            watch.look({group.names[0]: group for group in seen})
         moved = _displaced(self, others, others)
-        for some in separating(groups):
+        for some in () if in_turn else separating(groups):
             self._load(some, others)
             once.expect_same()
         self.write_untouched(other=False)
-        self._load(groups)
+        for some in columns:
+            if in_turn:
+                once.expect_same(scope_of(some))
+            self._load(some)
         self.state.expect_same()
-        return Outcome(moved=moved)
+        return watch.outcome() + Outcome(moved=moved)
 
     def _expect_kept(
-        self, groups: Sequence[LoadGroup], others: Sequence[str], touched: frozenset[str]
+        self, rows: Sequence[Sequence[LoadGroup]], others: Sequence[str], touched: frozenset[str]
     ) -> None:
         """Load other bits of groups; all other tensors have other bits too, and must keep them."""
+        groups = [group for row in rows for group in row]
         self.write_untouched(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
         is_known = all(group.layers for group in groups)
         beside = frozenset(self.state.modules) - mine if is_known else frozenset()
         before = self.state.now(beside)
-        self._load(groups, others)
+        loaded: list[ModelState] = []
+        for row in rows:
+            if len(rows) > 1:
+                self.state.expect_same(scope_of(row))
+            self._load(row, others)
+            loaded += [self.state.now(scope_of(row))] if len(rows) > 1 else []
+        for after, row in zip(loaded, rows, strict=False):
+            after.expect_same(scope_of(row))
         if beside:
             before.expect_same(beside)
         for name in sorted(self.lost()):
@@ -314,6 +348,13 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
         turn[0].append(group)
         turn[1].update(group.layers)
     return [turn for turn, _ in turns]
+
+
+def crossing(groups: Sequence[_T]) -> tuple[list[Sequence[_T]], list[Sequence[_T]]]:
+    """Return the rows and the columns of a square of groups: no two share both."""
+    side = isqrt(max(len(groups) - 1, 0)) + 1
+    columns = [groups[at : at + side] for at in range(0, len(groups), side)]
+    return [groups[at::side] for at in range(min(side, len(groups)))], columns
 
 
 def separating(groups: Sequence[_T]) -> Iterator[list[_T]]:
