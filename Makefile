@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
-.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-verl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -115,6 +115,9 @@ venv-trainers: venv  ## build .venv-trainers, with DeepSpeed and megatron-core, 
 	$(BIN)/uv pip install -q -p .venv-trainers -e ".[trl]" pytest setuptools py-cpuinfo psutil ninja mbridge==0.15.1 megatron-core==0.16.1
 	DS_BUILD_OPS=0 $(BIN)/uv pip install -q -p .venv-trainers --no-build-isolation deepspeed==0.19.8
 
+venv-trl: venv  ## earlier releases of TRL, without what they need, in .venv-trl
+	for v in 1.13.0 1.14.2 1.15.0; do $(BIN)/uv pip install -q --no-deps --target .venv-trl/$$v trl==$$v; done
+
 venv-verl: venv  ## build .venv-verl, with verl, which brings Ray: its workers train and take weights
 	test -x .venv-verl/bin/python || $(BIN)/uv venv -q -p $(BIN)/python --seed .venv-verl
 	.venv-verl/bin/pip install -q torch==2.13.0  # by pip, as .venv
@@ -182,7 +185,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(ONLY) $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-verl .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-trl .venv-verl .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

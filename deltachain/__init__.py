@@ -13,8 +13,8 @@ from deltachain.version import __version__ as __version__
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain as Chain
     from deltachain.control.announce import Fleet as Fleet
-    from deltachain.control.trl_transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.errors import DeltaChainError as DeltaChainError
+    from deltachain.integrations.trl import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.publish import DeltaChainCallback as DeltaChainCallback
     from deltachain.publish import PublishConfig as PublishConfig
     from deltachain.publish import Publisher as Publisher
@@ -31,7 +31,7 @@ _HOME: Final = {
     "Chain": "deltachain.chain.chain",
     "DeltaChainCallback": "deltachain.publish",
     "DeltaChainError": "deltachain.errors",
-    "DeltaChainWeightTransfer": "deltachain.control.trl_transfer",
+    "DeltaChainWeightTransfer": "deltachain.integrations.trl",
     "Fleet": "deltachain.control.announce",
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",

@@ -1,6 +1,6 @@
 """Encoding of deltas as the bytes of one part (FORMAT.md 3 and 4)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
@@ -44,6 +44,7 @@ SMALL: Final = 1 << 22
 
 DIGEST_NBYTES: Final = DIGEST_HEX // 2  # size of the digest entry, in bytes
 FORMAT: Final = "1"
+NO_METADATA: Final[Mapping[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +96,22 @@ class _Encoded:
     streams: list[StreamContent]
 
 
-def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
+def encode_part(
+    changes: Iterable[Change], *, raw: bool = False, metadata: Mapping[str, str] = NO_METADATA
+) -> EncodedPart:
     """Encode tensor deltas as one part.
 
     By default, steps are encoded as ``step``, absolute bits as ``overwrite`` and dense deltas as
     ``dense``; with ``raw`` nothing is compressed, and they are encoded as ``raw`` and ``plain``,
     which any safetensors reader can open. Changes are in the order of the tensor table.
+    ``metadata`` is added to that of the part.
     """
     groups, numbers = _buckets(list(changes), raw=raw)
     with Pool(cores()) as pool:
         encode = partial(_encode_bucket, raw=raw)
         apply = pool.map if len(groups) > 1 and not raw else map
         encoded = list(apply(encode, range(len(groups)), groups))
-        return _assemble(encoded, numbers, pool, compress=not raw)
+        return _assemble(encoded, numbers, pool, metadata, compress=not raw)
 
 
 def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]], list[int]]:
@@ -229,7 +233,12 @@ def _in_order(
 
 
 def _assemble(
-    encoded: Sequence[_Encoded], numbers: Sequence[int], pool: Pool, *, compress: bool
+    encoded: Sequence[_Encoded],
+    numbers: Sequence[int],
+    pool: Pool,
+    metadata: Mapping[str, str],
+    *,
+    compress: bool,
 ) -> EncodedPart:
     """Join the directory, the digest of all bytes before the streams, and the streams.
 
@@ -247,7 +256,7 @@ def _assemble(
 
     def front(stream_rows: Sequence[d.StreamRow], *, largest: bool = False) -> bytes:
         document = d.Directory(tensors=tuple(rows), segments=segments, streams=tuple(stream_rows))
-        return _front(document, streams, compress=compress, largest=largest)
+        return _front(document, streams, metadata, compress=compress, largest=largest)
 
     room = len(front([_largest_row(stream) for stream in streams], largest=True)) + DIGEST_NBYTES
     frames = _frames(streams, pool, compress=compress)
@@ -300,7 +309,12 @@ def _row_of(stream: StreamContent, stored: Sequence[int], digests: Sequence[str]
 
 
 def _front(
-    directory: d.Directory, streams: Sequence[StreamContent], *, compress: bool, largest: bool
+    directory: d.Directory,
+    streams: Sequence[StreamContent],
+    metadata: Mapping[str, str],
+    *,
+    compress: bool,
+    largest: bool,
 ) -> bytes:
     """Return the bytes before the digest; or at least as many, for the largest sizes."""
     document = msgspec.json.encode(with_short_rows(directory))
@@ -309,7 +323,8 @@ def _front(
     else:
         _check_size(document, directory)
         stored = _stored(document, directory, compress=compress)
-    metadata = {
+    fields = {
+        **metadata,
         "deltachain": FORMAT,
         "compression": "zstd" if compress else "none",
         "directory_nbytes": str(len(document) if compress else len(stored)),
@@ -321,7 +336,7 @@ def _front(
     for stream, row in zip(streams, directory.streams, strict=True):
         nbytes = sum(row.stored)
         entries.append((stream.name, stream.dtype, (nbytes,) if compress else stream.shape, nbytes))
-    return write_header(metadata, entries) + stored
+    return write_header(fields, entries) + stored
 
 
 def _stored(document: bytes, directory: d.Directory, *, compress: bool) -> bytes:

@@ -19,7 +19,6 @@ from threading import Barrier
 from typing import Any, Final, Protocol
 from uuid import uuid4
 
-import deltachain
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.identity import refuse_mirror
@@ -42,6 +41,7 @@ from deltachain.subscribe.history import require
 from deltachain.threads import Pool
 from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
+from deltachain.version import __version__
 
 PACKAGES: Final = "packages"
 ENGINE: Final = "engine"
@@ -70,7 +70,7 @@ class StartCheck(Protocol):
 
 
 def check_packages(role: Role) -> Iterator[Finding]:
-    yield ok(PACKAGES, f"deltachain {deltachain.__version__}, Python {platform.python_version()}")
+    yield ok(PACKAGES, f"deltachain {__version__}, Python {platform.python_version()}")
     present, absent = set[str](), set[str]()
     matches = map(_REQUIREMENT.match, requires("deltachain") or ())
     for match in (one for one in matches if one and one["extra"] != "all"):

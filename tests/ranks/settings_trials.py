@@ -1,11 +1,12 @@
 """Trials of ranks whose settings differ, or that open different stores under one URL."""
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from typing_extensions import override
 import deltachain
 from deltachain.chain.trust import SigningKey
 from deltachain.control.announce import Wait
-from deltachain.control.trl_transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.integrations.trl import DeltaChainWeightTransfer
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.quantise.tensors import CutMessage
 from deltachain.publish.ranks.collectives import Collective
@@ -69,18 +70,20 @@ def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
     model, optimizer = set_up("rows")
     trainer: Any = SimpleNamespace(
         model=model,
-        accelerator=SimpleNamespace(unwrap_model=lambda it: it),
-        state=SimpleNamespace(global_step=0),
-        _streaming_iter=lambda: iter(()),
-        _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(unwrap_model=lambda it: it, num_processes=2),
+        callback_handler=SimpleNamespace(callbacks=[]),
+        rollout_worker=SimpleNamespace(metrics_queue=Queue()),
+        _streaming_iter=lambda: iter([pytest.fail("gathers")]),
     )
+    args, state, control = Mock(weight_sync_steps=1), Mock(), Mock()
     transfer = DeltaChainWeightTransfer(url, wait=wait, dtype="BF16", when_busy="wait")
     transfer.attach(trainer)
     for step in range(SYNCS + 1):
         if step:
             train_step("rows", model, optimizer, step)
-            trainer.state.global_step = step
+        state.global_step = step
         with CommDebugMode() as communication:
+            (transfer.on_step_end if step else transfer.on_train_begin)(args, state, control)
             if rank == 0:
                 transfer.send_weights(trainer._streaming_iter())
             else:

@@ -18,7 +18,7 @@ from transformers import (
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from deltachain.control.trl_transfer import DeltaChainWeightTransfer
+from deltachain.integrations.trl import DeltaChainWeightTransfer
 from examples.demo.callbacks import RewardCallback
 from examples.demo.compare_bits import dump_bits
 from examples.demo.online.cpu import run_on_cpu

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-import examples.demo.online  # noqa: F401 - silences a warning of TRL, which tests would fail of
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.replica.replicas import Followed

@@ -7,8 +7,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Self
 
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from deltachain.control.announce import DEADLINE_S, Announced, Fleet, Wait
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import collect_assets
@@ -17,16 +20,32 @@ from deltachain.publish.publisher import Published, Publisher
 from deltachain.publish.session import PublishReceipt
 from deltachain.types import Version
 
-from .announce import DEADLINE_S, Announced, Fleet, Wait
-from .replica_client import ReplicaClient
-
 logger = logging.getLogger(__name__)
 
-ITERATOR: Final = "_streaming_iter"
-"""Name of the trainer's method that yields its weights; with FSDP it gathers them one by one."""
+SYNCS: Final = "trl.experimental.async_grpo"
+"""Package of the callbacks by which the trainer syncs weights and starts its rollouts."""
 
 
-class DeltaChainWeightTransfer:
+def skip_gather(trainer: Any) -> None:  # noqa: ANN401 - TRL's, which is experimental
+    """Keep the ranks of an ``AsyncGRPOTrainer`` from the gather of each weight in a sync.
+
+    Nothing but this touches a private name of TRL: the method that gathers, on every rank.
+
+    Raises:
+        ConfigError: The trainer has no such method.
+    """
+    if not callable(getattr(trainer, "_streaming_iter", None)):
+        import trl  # noqa: PLC0415 - only to name it
+
+        raise ConfigError(
+            f"TRL {trl.__version__}: {type(trainer).__name__} has no _streaming_iter, which "
+            "gathers the weights of several ranks",
+            hint="tested with TRL 1.13 to 1.16; without attach, rank 0 gathers the model",
+        )
+    trainer._streaming_iter = lambda: iter(())
+
+
+class DeltaChainWeightTransfer(TrainerCallback):
     """Weight transfer over a store for ``AsyncGRPOTrainer(weight_transfer=...)``.
 
     The trainer requests a pause before it sends weights; that request is ignored. Engines generate
@@ -79,6 +98,7 @@ class DeltaChainWeightTransfer:
         self._fleet = Fleet(engines, token=token, key=key)
         self._wait, self._deadline = wait, deadline
         self._trainer: Any = None
+        self._step = 0
         self._sent: Iterable[tuple[str, Tensor]] = ()
         self._flight: Published | None = None
         self._check_tokenizer = watched(None)
@@ -91,20 +111,45 @@ class DeltaChainWeightTransfer:
     def attach(self, trainer: Any) -> Self:  # noqa: ANN401 - TRL's, which is experimental
         """Publish from the trainer's parameters; call this on every rank, before training.
 
-        Each rank then publishes its own shard, under the names of the checkpoint, without a gather.
-        Metrics are added to the trainer's log.
+        Each rank then publishes its own shard, under the names of the checkpoint, without a gather:
+        as a callback in front of those that sync. Metrics are added to the trainer's log.
 
         Raises:
-            ConfigError: The trainer lacks the expected method for its weights.
+            ConfigError: There are several ranks, and this release of TRL is not known.
         """
-        if not callable(getattr(trainer, ITERATOR, None)):
-            raise ConfigError(
-                f"{type(trainer).__name__} has no {ITERATOR}",
-                hint="tested with TRL 1.16; without attach, rank 0 gathers the model",
-            )
+        if trainer.accelerator.num_processes > 1:
+            skip_gather(trainer)
+        callbacks = trainer.callback_handler.callbacks
+        syncs = (n for n, one in enumerate(callbacks) if type(one).__module__.startswith(SYNCS))
+        callbacks.insert(next(syncs, len(callbacks)), self)
         self._trainer = trainer
-        setattr(trainer, ITERATOR, self._publish_own)
         return self
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Create or continue the chain, on every rank."""
+        del args, state, control
+        trainer = self._trainer
+        tokenizer = getattr(trainer, "processing_class", None)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        assets = collect_assets(model, self.config, tokenizer)
+        self._check_tokenizer = watched(tokenizer)
+        self.publisher = Publisher(self.config).attach(model, assets=assets)
+
+    def on_step_end(
+        self,
+        args: Any,  # noqa: ANN401 - TRL's
+        state: TrainerState,
+        control: TrainerControl,
+        **_: object,
+    ) -> None:
+        """Publish the weights that the sync of this step sends, on every rank."""
+        del control
+        if self.publisher is not None and state.global_step % args.weight_sync_steps == 0:
+            self._check_tokenizer()
+            self._step = state.global_step
+            self._flight = self.publisher.publish(step=self._step)
 
     def init_weight_transfer(self) -> None:
         """Do nothing: the first sync creates the chain."""
@@ -124,9 +169,11 @@ class DeltaChainWeightTransfer:
         start = time.monotonic()
         if self._trainer is None:
             self._publish_given(iterator)
-        else:
-            for _ in iterator:  # publishes on all ranks at the same time
-                pass
+        elif self.publisher is None:
+            raise ConfigError(
+                f"{type(self._trainer).__name__} synced before its other callbacks began",
+                hint="tested with TRL 1.13 to 1.16; without attach, rank 0 gathers the model",
+            )
         if self._wait == "none":
             if self._flight is not None:  # a later version may cover it: announce that one
                 self._flight.add_done_callback(self._announce_later)
@@ -153,7 +200,7 @@ class DeltaChainWeightTransfer:
                 # No committed version may include the last sync.
                 lost = flight is not None and (not flight.done() or flight.exception() is not None)
                 if self._trainer is not None and publisher.is_alone and lost:
-                    publisher.publish(step=self._trainer.state.global_step)
+                    publisher.publish(step=self._step)
                 publisher.close()
                 last = self.announced
                 if last is None or last.version < self.version or last.stragglers:
@@ -161,20 +208,6 @@ class DeltaChainWeightTransfer:
                     self._announce(self.version, wait, self._deadline)
         finally:
             self._fleet.close()
-
-    def _publish_own(self) -> Iterator[tuple[str, Tensor]]:
-        """Replace the trainer's iterator: publish its parameters, and return an empty iterator."""
-        trainer = self._trainer
-        if self.publisher is None:
-            model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-            tokenizer = getattr(trainer, "processing_class", None)
-            assets = collect_assets(model, self.config, tokenizer)
-            self._check_tokenizer = watched(tokenizer)
-            self.publisher = Publisher(self.config).attach(model, assets=assets)
-        else:
-            self._check_tokenizer()
-            self._flight = self.publisher.publish(step=trainer.state.global_step)
-        return iter(())
 
     def _publish_given(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Publish weights gathered by the trainer in this process; other ranks have none."""
@@ -230,13 +263,11 @@ class DeltaChainWeightTransfer:
             self._announce(flight.result().version, "none", 0.0)
 
     def _log(self, sync_s: float) -> None:
-        metrics = getattr(self._trainer, "_metrics", None)
-        if metrics is None:
+        if self._trainer is None:
             return
         figures = self.receipts[-1].metrics() if self.receipts else {}
         figures["deltachain/sync_s"] = sync_s
         if self.announced is not None:
             figures["deltachain/ack_s"] = self.announced.waited_s
             figures["deltachain/stragglers"] = float(len(self.announced.stragglers))
-        for name, value in figures.items():
-            metrics["train"][name].append(value)
+        self._trainer.rollout_worker.metrics_queue.put(figures)

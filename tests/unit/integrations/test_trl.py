@@ -1,34 +1,55 @@
 """TRL's asynchronous GRPO trainer, really training, with the chain as its weight transfer."""
 
+import os
 import queue
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from transformers import AutoTokenizer
+from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from deltachain.control.announce import Wait
 from deltachain.control.replica_client import ReplicaClient
-from deltachain.control.trl_transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.format.keys import manifest_key
+from deltachain.integrations.trl import DeltaChainWeightTransfer, skip_gather
 from deltachain.publish import publisher as publisher_module
 from deltachain.store import MemoryStore
 from examples.demo.model import make_model, make_tokenizer, save_checkpoint
-from examples.demo.online.cpu import run_on_cpu
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import recompute, same
 
 STEPS = 3
+TRL: Final = Path(__file__).resolve().parents[3] / ".venv-trl"
+
+
+def run_on_cpu() -> None:
+    """Replace the attention that needs a card; the samples are noise, so any will do."""
+    try:
+        from examples.demo.online import cpu  # noqa: PLC0415 - TRL before 1.16 has no packing
+
+        cpu.run_on_cpu()
+    except ImportError:
+        module: Any = async_grpo_trainer
+        load = module.create_model_from_path
+        module.create_model_from_path = lambda name, **given: load(
+            name, **{**given, "attn_implementation": "sdpa"}
+        )
+        module.get_peak_flops_per_device = lambda *_: None
 
 
 class Samples:
@@ -153,6 +174,7 @@ def train(base: Path, tmp_path: Path) -> Callable[..., Trained]:
         )
         if attach:
             transfer.attach(trainer)
+            skip_gather(trainer)  # as on several ranks
         trainer.train()
         return Trained(trainer, transfer, held_s)
 
@@ -190,6 +212,7 @@ def test_every_sync_is_a_version_that_all_engines_hold(
 ) -> None:
     engines = [Told("a"), Told("b", late_s=0.2)]
     trainer = train(*engines, attach=attach).trainer
+    assert any(trainer._streaming_iter()) is not attach
     assert trainer.rollout_worker.synced == [(n + 1, n) for n in range(STEPS + 1)]
     assert all(engine.versions == list(range(STEPS + 1)) for engine in engines)
     last = recompute(store)[STEPS].state
@@ -277,6 +300,37 @@ def test_a_slow_upload_holds_nobody_past_the_deadline(train: Train, store: Fault
     assert holds_the_last_step(engine, store)
 
 
-def test_a_trainer_that_streams_in_another_way_is_refused() -> None:
-    with pytest.raises(ConfigError, match="_streaming_iter"):
-        DeltaChainWeightTransfer("memory://policy").attach(object())
+@pytest.mark.parametrize("release", ["1.13.0", "1.14.2", "1.15.0"])
+@pytest.mark.full
+def test_earlier_releases_do_the_same(release: str) -> None:
+    folder = TRL / release
+    if not folder.exists():
+        pytest.skip("TRL's earlier releases are missing: make venv-trl")
+    case = f"{__file__}::{test_every_sync_is_a_version_that_all_engines_hold.__name__}"
+    code = "import pytest, sys, trl; print(trl.__version__); sys.exit(pytest.main(sys.argv[1:]))"
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-p", "no:cacheprovider", case],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(release)
+
+
+def test_a_trainer_that_gathers_in_another_way_is_refused() -> None:
+    ranks = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2))
+    with pytest.raises(ConfigError, match="_streaming_iter") as caught:
+        DeltaChainWeightTransfer("memory://policy").attach(ranks)
+    assert f"TRL {trl.__version__}" in str(caught.value)
+    assert "1.13 to 1.16" in caught.value.hint
+
+
+def test_a_trainer_that_syncs_too_early_is_refused() -> None:
+    transfer = DeltaChainWeightTransfer("memory://policy")
+    alone, handler = SimpleNamespace(num_processes=1), SimpleNamespace(callbacks=[])
+    transfer.attach(SimpleNamespace(accelerator=alone, callback_handler=handler))
+    with pytest.raises(ConfigError, match="synced before its other callbacks"):
+        transfer.send_weights(iter(()))
