@@ -126,7 +126,7 @@ venv-rl: venv venv-vllm  ## build .venv-rl, with SkyRL, AReaL and Ray over vLLM'
 	test -x .venv-rl/bin/pip || .venv-vllm/bin/python -m venv .venv-rl
 	echo "import site; site.addsitedir('$(CURDIR)/.venv-vllm/lib/python3.11/site-packages')" > $(RL)/vllm.pth
 	echo "import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict" > $(RL)/typed.pth
-	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0
+	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0 vllm-router==0.1.17
 	$(BIN)/uv pip install -q -p .venv-rl ray==2.60.0 aiofiles blosc cloudpathlib colorlog datasets distro-info flask func_timeout httpx hydra-core jaxtyping math-verify matplotlib ninja nltk omegaconf orjson pandas pebble polars prettytable pybase64 pylatexenc redis s3fs setproctitle swanlab tabulate tenacity tensorboard tensorboardx trackio uvloop wandb
 
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones

@@ -49,7 +49,9 @@ class Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with 
         if self._publisher is None:
             waits = {"when_busy": "wait", "on_error": "warn"}  # each update raises its own error
             dtype = getattr(torch, self.config.dtype)
-            config = PublishConfig.at(self.chain, None, **{**waits, "dtype": dtype, **self.settings})
+            config = PublishConfig.at(
+                self.chain, None, **{**waits, "dtype": dtype, **self.settings}
+            )
             self._publisher = Publisher(config).attach(self.model)
         receipt = self._publisher.publish(step=meta.version).result()
         trouble = [""]

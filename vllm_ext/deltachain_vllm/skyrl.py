@@ -27,7 +27,7 @@ class DeltaChainSender(SkyrlTrainerCapabilities, DeltaChainTrainer):  # type: ig
     skyrl_handles_prefix_cache_reset = True  # a swap does, by the replica's pause mode
 
     @classmethod
-    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Self:  # noqa: ANN401 - SkyRL's
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Self:
         """Create or continue the chain; see :meth:`DeltaChainTrainer.trainer_init`."""
         settings = {}
         if isinstance(source, FsdpWeightSource) and not source.weight_prefix:

@@ -13,7 +13,6 @@ from typing import Any
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
-    "RAY_raylet_start_wait_time_s": "300",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -33,7 +32,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
 from vllm import LLM
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import RayVLLMWeightSyncClient, WeightTransferTrainerFactory
@@ -42,6 +40,7 @@ import deltachain
 import deltachain_vllm
 from deltachain.subscribe import Subscriber
 from deltachain_vllm import DeltaChainTrainerInit
+from examples.demo.online.processes import free_port
 from tests.engines.expected import sharded
 from tests.engines.trainer import Run, masters_of
 from tests.engines.vllm.server import digest
@@ -133,14 +132,17 @@ def work(config: dict[str, Any]) -> None:
         config["seen"].write_text(json.dumps(seen))
 
 
+def node() -> dict[str, int]:
+    """Return what a node has. It waits for agents whose ports are not given, but not for long."""
+    agents = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+    return {"num_cpus": 2, "object_store_memory": SMALL, **{name: free_port() for name in agents}}
+
+
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
     trained, url = Run(folder), (folder / "chain").as_uri()
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "object_store_memory": SMALL, "include_dashboard": False},
-    )
-    second = cluster.add_node(num_cpus=2, object_store_memory=SMALL)
+    cluster = Cluster(initialize_head=True, head_node_args={**node(), "include_dashboard": False})
+    second = cluster.add_node(**node())
     ray.init(address=cluster.address, log_to_driver=False)
     there = NodeAffinitySchedulingStrategy(second.node_id, soft=False)
     actors = [ray.remote(Model).options(num_cpus=0).remote(trained.base, url)]

@@ -8,9 +8,8 @@ import os
 import sys
 from typing import Any
 
-from tests.unit.integrations.lockstep import tell  # isort: skip  # before others log
+from tests.unit.integrations.lockstep import Ranks, tell  # isort: skip  # before others log
 
-import ray
 import torch
 from areal.api import FinetuneSpec, ParallelStrategy
 from areal.api.cli_args import (
@@ -40,10 +39,8 @@ def loss(logits: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class Rank:
-    def __init__(self, rank: int, path: str, url: str, address: str, port: int) -> None:
+    def __init__(self, path: str, url: str, address: str) -> None:
         torch.set_num_threads(1)
-        host = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), **host}
         os.environ["AREAL_LLM_SERVER_ADDRS"] = address  # as AReaL's launchers do
         optimizer = OptimizerConfig(type="adam", lr=RATE, lr_scheduler_type="constant")
         made = {"path": path, "optimizer": optimizer, "attn_impl": "sdpa", **NAMES}
@@ -86,21 +83,12 @@ class Rank:
 
 def main() -> None:
     path, url, address = sys.argv[1:]
-    ray.init(
-        num_cpus=RANKS, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
-    )
-    given = (path, url, address, free_port())
-    ranks = [ray.remote(Rank).remote(rank, *given) for rank in range(RANKS)]
-
-    def each(method: str, *arguments: Any) -> Any:
-        return ray.get([getattr(rank, method).remote(*arguments) for rank in ranks])
-
+    ranks = Ranks(RANKS, free_port(), lambda _: Rank(path, url, address))
     for step in range(1, STEPS + 1):
-        each("step", step)
-        each("save", f"{path}-{step}")
-        tell(ray.get(ranks[0].generated.remote()))
-    each("stop")
-    ray.shutdown()
+        ranks.each("step", step)
+        ranks.each("save", f"{path}-{step}")
+        tell(ranks.each("generated")[0])
+    ranks.each("stop")
 
 
 if __name__ == "__main__":

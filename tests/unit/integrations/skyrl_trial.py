@@ -8,9 +8,8 @@ import asyncio
 import sys
 from typing import Any
 
-from tests.unit.integrations.lockstep import tell  # isort: skip  # before others log
+from tests.unit.integrations.lockstep import Ranks, tell  # isort: skip  # before others log
 
-import ray
 import torch
 from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
 from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
@@ -79,24 +78,19 @@ async def main() -> None:
     validate_cfg(config)
     engines = config.generator.inference_engine
     client, _ = build_new_inference_client(config, None)
-    ray.init(
-        num_cpus=RANKS, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
-    )
     place = {"master_addr": "127.0.0.1", "master_port": free_port(), "world_size": RANKS}
     made = {"cfg": config.trainer, "local_rank": 0, "sequence_parallel_size": 1, **place}
-    ranks = [ray.remote(Policy).remote(rank=rank, **made) for rank in range(RANKS)]
-
-    def each(method: str, *arguments: Any) -> Any:
-        return ray.get([getattr(rank, method).remote(*arguments) for rank in ranks])
-
-    assert each("start", path, client, engines) == ["DeltaChainSender"] * RANKS
+    ranks = Ranks(RANKS, place["master_port"], lambda rank: Policy(rank=rank, **made))
+    assert ranks.each("start", path, client, engines) == ["DeltaChainSender"] * RANKS
     for step in range(1, STEPS + 1):
-        each("step", step, engines)
-        each("save", f"{path}-{step}")
-        asked = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+        ranks.each("step", step, engines)
+        ranks.each("save", f"{path}-{step}")
+        asked = {
+            "prompt_token_ids": [[5, 6, 7]],
+            "sampling_params": {"max_tokens": 4, "ignore_eos": True},
+        }
         tell(len((await client.generate(asked))["response_ids"][0]))
     await client.teardown()
-    ray.shutdown()
 
 
 if __name__ == "__main__":
