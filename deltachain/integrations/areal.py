@@ -1,7 +1,7 @@
 """AReaL: weight updates that are versions of a chain, in place of checkpoints on a shared disk."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +9,7 @@ from areal.api import TrainEngine
 from torch import distributed
 
 from deltachain.control.announce import Fleet
-from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 
 
@@ -54,14 +54,8 @@ class Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with 
             )
             self._publisher = Publisher(config).attach(self.model)
         receipt = self._publisher.publish(step=meta.version).result()
-        trouble = [""]
-        if distributed.get_rank() == 0:
-            token = os.environ.get("DELTACHAIN_TOKEN", "")
-            with Fleet([f"http://{one}" for one in addresses], token=token) as fleet:
-                told = fleet.announce(receipt.version, deadline=self.deadline_s)
-            if not told.enough:
-                trouble = [f"{told}: {dict(told.trouble)}"]
-        distributed.broadcast_object_list(trouble, group=self.cpu_group)
+        trouble = [_trouble(addresses, receipt.version, self.deadline_s)]
+        distributed.broadcast_object_list(trouble, group=self.cpu_group)  # what rank 0 found
         if trouble[0]:
             raise ControlPlaneError(trouble[0])
 
@@ -70,3 +64,16 @@ class Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with 
         if self._publisher is not None:
             self._publisher.close()
         super().destroy()
+
+
+def _trouble(addresses: Sequence[str], version: int, deadline_s: float) -> str:
+    """Tell servers of a version, on rank 0; return why it cannot be said that they hold it."""
+    if distributed.get_rank():
+        return ""
+    token = os.environ.get("DELTACHAIN_TOKEN", "")
+    try:
+        with Fleet([f"http://{one}" for one in addresses], token=token) as fleet:
+            told = fleet.announce(version, deadline=deadline_s)
+    except DeltaChainError as error:  # the other ranks wait
+        return str(error)
+    return "" if told.enough else f"{told}: {dict(told.trouble)}"

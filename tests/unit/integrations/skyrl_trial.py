@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from deltachain.errors import ConfigError
 from deltachain_vllm.skyrl import Publishing
 from examples.demo.online.processes import free_port
 
@@ -36,7 +37,15 @@ class Policy(Publishing, PolicyWorkerBase):
         fully_shard(self.inner, mesh=init_device_mesh("cpu", (RANKS,)))
         self.steps = torch.optim.AdamW(self.inner.parameters(), lr=RATE)
         await self.init_weight_sync_state(client, engines)
-        return type(self._weight_sync_engine).__name__
+        sender = self._weight_sync_engine
+        assert type(sender).__name__ == "DeltaChainSender"
+        sender.skyrl_draft_source = sender.source
+        try:
+            sender.send_weights()
+        except ConfigError as error:
+            sender.skyrl_draft_source = None
+            return str(error.args[0])
+        return "a draft model was left behind"
 
     def _build_weight_source(self, dtype: torch.dtype, backend: str) -> Any:
         assert backend == "delta"
@@ -81,7 +90,8 @@ async def main() -> None:
     place = {"master_addr": "127.0.0.1", "master_port": free_port(), "world_size": RANKS}
     made = {"cfg": config.trainer, "local_rank": 0, "sequence_parallel_size": 1, **place}
     ranks = Ranks(RANKS, place["master_port"], lambda rank: Policy(rank=rank, **made))
-    assert ranks.each("start", path, client, engines) == ["DeltaChainSender"] * RANKS
+    refused = ranks.each("start", path, client, engines)
+    assert refused == ["the chain has no weights of the draft model"] * RANKS, refused
     for step in range(1, STEPS + 1):
         ranks.each("step", step, engines)
         ranks.each("save", f"{path}-{step}")
