@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
-.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv-rl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -123,6 +123,15 @@ venv-verl: venv  ## build .venv-verl, with verl, which brings Ray: its workers t
 	.venv-verl/bin/pip install -q torch==2.13.0  # by pip, as .venv
 	$(BIN)/uv pip install -q -p .venv-verl -e . verl==0.9.1 torch==2.13.0 fastapi pyzmq uvicorn
 
+# SkyRL's wheel asks for Python 3.12, and of it needs typing.TypedDict alone.
+RL := .venv-rl/lib/python3.11/site-packages
+venv-rl: venv venv-vllm  ## build .venv-rl, with SkyRL, AReaL and Ray over vLLM's packages: trainers that servers follow
+	test -x .venv-rl/bin/pip || .venv-vllm/bin/python -m venv .venv-rl
+	echo "import site; site.addsitedir('$(CURDIR)/.venv-vllm/lib/python3.11/site-packages')" > $(RL)/vllm.pth
+	echo "import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict" > $(RL)/typed.pth
+	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0 vllm-router==0.1.17
+	$(BIN)/uv pip install -q -p .venv-rl ray==2.60.0 aiofiles blosc cloudpathlib colorlog datasets distro-info flask func_timeout httpx hydra-core jaxtyping math-verify matplotlib ninja nltk omegaconf orjson pandas pebble polars prettytable pybase64 pylatexenc redis s3fs setproctitle swanlab tabulate tenacity tensorboard tensorboardx trackio uvloop wandb
+
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm
 
@@ -132,7 +141,7 @@ venv-sglang:  ## the same for SGLang: .venv-sglang
 test-vllm: venv-vllm  ## the tests in a real vLLM
 	.venv-vllm/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
 
-test-vllm-long: venv-vllm venv-verl  ## those of them that take minutes
+test-vllm-long: venv-vllm venv-verl venv-rl  ## those of them that take minutes
 	.venv-vllm/bin/pytest tests/engines -m "engine and slow"
 
 test-sglang: venv-sglang  ## the tests in a real SGLang
@@ -185,7 +194,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(ONLY) $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-floors .venv-openenv .venv-trainers .venv-trl .venv-verl .venv-vllm* .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

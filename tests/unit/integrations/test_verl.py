@@ -21,10 +21,12 @@ needs_verl = pytest.mark.skipif(not VERL.exists(), reason="verl is missing: make
 pytestmark = [pytest.mark.slow, needs_verl]
 
 
-def trial(folder: Path, *address: str) -> Iterator[list[Any]]:
+def trial(
+    folder: Path, *address: str, python: Path = VERL, program: Path = TRIAL
+) -> Iterator[list[Any]]:
     """Train from the checkpoint in a folder; yield what each step brought."""
     url = (folder / "chain").as_uri()
-    command = [str(VERL), str(TRIAL), str(folder / "base"), url, *address]
+    command = [str(python), str(program), str(folder / "base"), url, *address]
     # What Ray starts imports from there as well: not our tests, in place of verl's.
     variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     where: Any = {"cwd": folder, "env": variables}

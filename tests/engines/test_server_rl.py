@@ -1,0 +1,39 @@
+"""Trainers of SkyRL and AReaL, with a stock server that follows their chain."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.expected import holds
+from tests.engines.serving import ENGINE, HOST, ROOT, start
+from tests.engines.trainer import make_batches, one_thread, pretrain
+from tests.unit.integrations.test_verl import trial
+
+PYTHON = ROOT / ".venv-rl" / "bin" / "python"
+TRIALS = ROOT / "tests" / "unit" / "integrations"
+STEPS = 20
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="SkyRL and AReaL are missing: make venv-rl"),
+    pytest.mark.skipif(ENGINE != "vllm", reason="that environment has vLLM's packages"),
+]
+
+
+@pytest.mark.parametrize("framework", ["skyrl", "areal"])
+def test_a_server_holds_each_step_once_its_trainer_goes_on(framework: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    with one_thread():
+        pretrain("qwen3", base, make_batches(0), 0)
+    url = (tmp_path / "chain").as_uri()
+    program: dict[str, Any] = {"python": PYTHON, "program": TRIALS / f"{framework}_trial.py"}
+    with start(base, tmp_path / "server", url, plain=True, dev=True) as server:
+        step = 0
+        for step, said in enumerate(trial(tmp_path, f"{HOST}:{server.port}", **program), 1):
+            assert said == [4], said  # tokens that the trainer's own client was given
+            assert server.named() == str(step)
+            assert holds(server, Path(f"{base}-{step}")), step
+        assert step == STEPS
+        assert server.generate([5, 6, 7], 4).spans == ((0, 4, str(STEPS)),)

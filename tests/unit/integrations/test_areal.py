@@ -1,0 +1,71 @@
+"""Weight updates of AReaL without its package: what an engine has that a mixin uses is given."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from deltachain import errors
+from deltachain.subscribe import Subscriber
+from examples.demo.online.processes import free_port
+
+
+class TrainEngine:  # of areal 1.0.4
+    cpu_group = None
+
+    def __init__(self) -> None:
+        self.model, self.config = nn.Linear(3, 2), SimpleNamespace(dtype="bfloat16")
+        self.own: list[Any] = []
+
+    def update_weights(self, meta: Any) -> None:
+        self.own.append(meta)
+
+    def destroy(self) -> None:
+        del self.model
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    module = ModuleType("areal.api")
+    vars(module)["TrainEngine"] = TrainEngine
+    monkeypatch.setitem(sys.modules, "areal", ModuleType("areal"))
+    monkeypatch.setitem(sys.modules, "areal.api", module)
+    publishing = importlib.import_module("deltachain.integrations.areal").Publishing
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    fields = {"chain": str(tmp_path / "chain"), "deadline_s": 0.2}
+    made = type("Engine", (publishing, TrainEngine), fields)()
+    yield made
+    made.destroy()
+    distributed.destroy_process_group()
+    monkeypatch.delitem(sys.modules, "deltachain.integrations.areal")
+
+
+def meta(version: int, *, lora: bool = False) -> Any:
+    return SimpleNamespace(version=version, use_lora=lora)
+
+
+def test_an_update_that_no_server_takes_is_raised_and_stays_committed(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(errors.ConfigError, match="no server"):
+        engine.update_weights(meta(1))
+    for given, expected in ((f"127.0.0.1:{free_port()}", "0 of 1"), ("a:1,a:1", "twice")):
+        monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", given)
+        nn.init.normal_(engine.model.weight)
+        with pytest.raises(errors.ControlPlaneError, match=expected):
+            engine.update_weights(meta(7))
+    held = {name: torch.zeros_like(one).bfloat16() for name, one in engine.model.named_parameters()}
+    with Subscriber(engine.chain, held) as subscriber:
+        assert subscriber.update().version == 2
+        assert subscriber.last is not None
+        assert subscriber.last.step == 7
+    assert torch.equal(held["weight"], engine.model.weight.bfloat16())
+    engine.update_weights(meta(8, lora=True))
+    assert [one.version for one in engine.own] == [8]
