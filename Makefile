@@ -118,10 +118,12 @@ venv-trainers: venv  ## build .venv-trainers, with DeepSpeed and megatron-core, 
 venv-trl: venv  ## earlier releases of TRL, without what they need, in .venv-trl
 	for v in 1.13.0 1.14.2 1.15.0; do $(BIN)/uv pip install -q --no-deps --target .venv-trl/$$v trl==$$v; done
 
-venv-verl: venv  ## build .venv-verl, with verl, which brings Ray: its workers train and take weights
+# RLinf without what it needs beside its workers: wandb, gsutil and others.
+venv-verl: venv  ## build .venv-verl, with verl, RLinf and Megatron: their workers train and take weights
 	test -x .venv-verl/bin/python || $(BIN)/uv venv -q -p $(BIN)/python --seed .venv-verl
 	.venv-verl/bin/pip install -q torch==2.13.0  # by pip, as .venv
-	$(BIN)/uv pip install -q -p .venv-verl -e . verl==0.9.1 torch==2.13.0 fastapi pyzmq uvicorn
+	$(BIN)/uv pip install -q -p .venv-verl -e . verl==0.9.1 torch==2.13.0 fastapi pyzmq uvicorn mbridge==0.15.1 megatron-core==0.16.1 einops pytest
+	$(BIN)/uv pip install -q -p .venv-verl --no-deps rlinf==0.3.0
 
 # SkyRL's wheel asks for Python 3.12, and of it needs typing.TypedDict alone.
 RL := .venv-rl/lib/python3.11/site-packages

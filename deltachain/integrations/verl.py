@@ -1,29 +1,24 @@
-"""The checkpoint engine ``deltachain`` of verl, registered when verl imports this module.
-
-Its ``rollout.checkpoint_engine.custom_backend_module`` names it.
-"""
+"""verl: the checkpoint engine ``deltachain``, and a manager for engines that follow the chain."""
 
 import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import closing
 from typing import Any, Final
 
-import ray
 import torch
 from torch import Tensor
 from verl import checkpoint_engine as base
 from verl.utils.ray_utils import auto_await
 
 from deltachain import errors
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain
 from deltachain.control.announce import Fleet
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.subscribe.follow_loop import NEEDS_A_PERSON
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Version
 
 BACKEND: Final = "deltachain"
 DEADLINE_S: Final = 300.0
@@ -31,62 +26,45 @@ POLL_S: Final = 0.1
 
 
 @base.CheckpointEngineRegistry.register(BACKEND)
-class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
+class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  # verl has no types
     """Publishes what verl gathers, tensor by tensor, on rank 0 of the actor.
 
     A rollout worker keeps the weights in host memory, fetches what changed, and yields all tensors
-    to its engine. Engines that follow the chain themselves need none of this: see
-    :class:`FollowingManager`.
+    to its engine. verl gives ``bucket_size`` and ``is_master``, ``engine_kwargs`` all others.
 
     Args:
-        url: Location of the chain; this and the others are ``engine_kwargs.deltachain``.
+        url: Location of the chain.
         deadline_s: Seconds that a rollout worker waits for the version of a step.
         settings: Fields of :class:`~deltachain.PublishConfig`, such as ``dtype="BF16"``.
-        bucket_size: Size of a bucket; without effect.
-        is_master: Whether this is rank 0 of the actor.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        deadline_s: float = DEADLINE_S,
-        bucket_size: int = 0,
-        is_master: bool = False,
-        **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
-    ) -> None:
-        del bucket_size
+    def __init__(self, url: str, *, deadline_s: float = DEADLINE_S, **settings: Any) -> None:  # noqa: ANN401 - fields
+        self._is_master, _ = settings.pop("is_master", False), settings.pop("bucket_size", 0)
         waits = {"when_busy": "wait", "on_error": "warn"}  # each step raises its own error
-        self.config = PublishConfig.at(url, None, **{**waits, **settings})
-        self._deadline_s, self._is_master = deadline_s, is_master
-        self._publisher: Publisher | None = None
+        self.config, self._deadline_s = PublishConfig.at(url, None, **waits | settings), deadline_s
+        self._store = open_store(url, self.config.storage_options)
         self._sent: Iterable[tuple[str, Tensor]] = ()
-        self._subscriber: Subscriber | None = None
         self._weights: dict[str, Tensor] = {}
-        self._after: Version = -1
+        self._publisher: Publisher | None = None
+        self._subscriber: Subscriber | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return the newest version, on rank 0 of the actor."""
-        if not self._is_master:
-            return {}
+        """Return the version before those of this step, on rank 0 of the actor."""
         if self._publisher is not None:
             return {"after": self._publisher.version}
-        with closing(open_store(self.config.url, self.config.storage_options)) as store:
-            try:
-                head = Chain.open(store).head()
-            except errors.ObjectNotFoundError:
-                head = None
-        return {"after": head.version if head else -1}
+        try:
+            head = Chain.open(self._store).head() if self._is_master else None
+        except errors.ObjectNotFoundError:
+            head = None
+        return {"after": head.version + 1 if head else 0}  # the first one is of ``attach``
 
     @classmethod
-    def build_topology(
-        cls, actors: int, rollouts: int, metadata: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell every worker which version was the newest before this step."""
-        after = [one["after"] for one in metadata if "after" in one]
+    def build_topology(cls, actors: int, rollouts: int, metadata: Sequence[Any]) -> tuple[Any, Any]:
+        """Tell every worker the version before those of this step."""
+        after = [metadata[0]["after"]]
         return {"after": after * actors}, {"after": after * rollouts}
 
-    def init_process_group(self, after: Version) -> None:
+    def init_process_group(self, after: int) -> None:
         self._after = after
 
     def finalize(self) -> None: ...
@@ -104,14 +82,11 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
             for _ in on_host:  # a gather needs all ranks
                 pass
             return None
+        self._sent = on_host if self._publisher else list(on_host)  # attach iterates more than once
         if self._publisher is None:
-            self._sent = list(on_host)  # attach iterates more than once
             publisher = Publisher(self.config)
             self._publisher = publisher.attach(lambda: iter(self._sent), alone=True)
-        else:
-            self._sent = on_host
-        receipt = self._publisher.publish(step=global_steps).result()
-        self._sent = ()
+        receipt, self._sent = self._publisher.publish(step=global_steps).result(), ()
         return receipt.metrics()
 
     async def receive_weights(
@@ -131,14 +106,14 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
         until, trouble = time.monotonic() + self._deadline_s, None
         while time.monotonic() < until:
             try:
-                subscriber = self._subscriber = self._subscriber or self._open()
-                if (found := self._find(subscriber.chain, step)) is not None:
-                    subscriber.update(found)
+                self._subscriber = self._subscriber or self._subscribe()
+                self._subscriber.update()
+                last = self._subscriber.last
+                if last and last.version > self._after and step in (None, last.step):
                     return
-            except (
-                errors.ObjectNotFoundError,
-                errors.StoreUnavailableError,
-            ) as exc:  # no version yet
+            except NEEDS_A_PERSON:
+                raise
+            except errors.DeltaChainError as exc:  # no version yet, or a store that fails for now
                 trouble = exc
             time.sleep(POLL_S)
         raise errors.ChainError(
@@ -147,25 +122,10 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]
             hint="see the log of the actor's rank 0, which publishes it",
         ) from trouble
 
-    def _open(self) -> Subscriber:
-        url, options = self.config.url, self.config.storage_options
-        with closing(open_store(url, options)) as store:
-            specs = Chain.open(store).table.specs()
-        self._weights = {
-            spec.name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs
-        }
-        return Subscriber(SubscribeConfig(url=url, storage_options=options), self._weights)
-
-    def _find(self, chain: Chain, step: int | None) -> Committed | None:
-        """Return the first version of a step after the newest one before it, if it is committed."""
-        version = self._after + 1
-        while found := chain.find(version):
-            # The first version of an epoch repeats its parent, and the step of that.
-            before = chain.read(version - 1).manifest.epoch if version else found.manifest.epoch
-            if step in (None, found.manifest.step) and found.manifest.epoch == before:
-                return found
-            version += 1
-        return None
+    def _subscribe(self) -> Subscriber:
+        for spec in Chain.open(self._store).table.specs():
+            self._weights[spec.name] = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        return Subscriber(SubscribeConfig(url=self.config.url), self._weights, store=self._store)
 
 
 class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
@@ -183,16 +143,16 @@ class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
             ControlPlaneError: An engine does not hold the version in time; a later step covers it.
             DeltaChainError: Publishing failed.
         """
-        return await asyncio.to_thread(self._update, global_steps)
-
-    def _update(self, step: int | None) -> dict[str, float]:
-        sent = ray.get(self.actor_wg.update_weights(global_steps=step, mode=self.backend))
+        step = {"global_steps": global_steps}
+        sent = await asyncio.gather(*self.actor_wg.update_weights(**step, mode=self.backend))
         metrics: dict[str, float] = next(filter(None, sent))
-        deadline_s = self.config.engine_kwargs[BACKEND].get("deadline_s", DEADLINE_S)
+        version, given = int(metrics["deltachain/version"]), self.config.engine_kwargs[BACKEND]
         addresses = [f"http://{replica.server_address}" for replica in self.replicas]
         with Fleet(addresses, token=os.environ.get("DELTACHAIN_TOKEN", "")) as fleet:
-            told = fleet.announce(int(metrics["deltachain/version"]), deadline=deadline_s)
+            wait_s = given.get("deadline_s", DEADLINE_S)
+            told = await asyncio.to_thread(fleet.announce, version, deadline=wait_s)
         if not told.enough:
             raise errors.ControlPlaneError(f"{told}: {dict(told.trouble)}")
-        ray.get([one.server_handle.set_global_steps.remote(step) for one in self.replicas])
+        labels = (one.server_handle.set_global_steps for one in self.replicas)
+        await asyncio.gather(*(label.remote(global_steps) for label in labels))
         return metrics

@@ -226,3 +226,13 @@ def test_a_game_of_openenv(model: Path, tmp_path: Path) -> None:
         printed = run("10_openenv.py", environment, more=(packages(".venv-openenv"),))
     assert receipts(printed) == [1, 2]
     assert re.search(r"^[1-9]\d* games$", printed, re.MULTILINE)
+
+
+@slow
+def test_workers_of_rlinf() -> None:
+    python = ROOT / ".venv-verl" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("RLinf is missing: make venv-verl")
+    printed = run("11_rlinf.py", {}, python=python)
+    assert "a rollout joins before step 3: right" in printed
+    assert "step 5 on 2 rollouts: every bit is the actor's" in printed

@@ -1,5 +1,6 @@
 """What ranks do under megatron-core; ``make venv-trainers`` has it."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -35,18 +36,51 @@ class OnHost(TorchFunctionMode):
         return found.replace("torch.", "torch.cuda.") if is_kind else found
 
 
-def megatron(rank: int, parallel: str, url: str, folder: str) -> None:
-    """Train by megatron-core with the distributed optimizer: ``TP2 PP2`` or ``EP2``."""
+def on_host() -> OnHost:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None
-    with OnHost():
+    torch.cuda.mem_get_info = lambda *_: (0, 0)
+    moe_utils.te_general_gemm = None  # unknown without Transformer Engine, and asked for
+    tensor_parallel.get_cuda_rng_tracker().fork = nullcontext  # of dropout, which is 0
+    return OnHost()
+
+
+def stepping(models: list[Any], optimizer: Any) -> Callable[[int], None]:
+    """Return a function that trains a step, by its number."""
+
+    def forward(batches: Any, model: Any) -> Any:
+        tokens = next(batches)
+        places = torch.arange(tokens.shape[1]).expand_as(tokens)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        losses = model(tokens, places, mask[None, None], labels=tokens)
+        return losses, lambda output: (output.float().mean(), {})
+
+    def step(number: int) -> None:
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        replica = parallel_state.get_data_parallel_rank()
+        generator = torch.Generator().manual_seed(10 * number + replica)
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(torch.randint(0, 61, (1, 2, 8), generator=generator)),
+            model=models,
+            num_microbatches=1,
+            seq_length=8,
+            micro_batch_size=2,
+        )
+        optimizer.step()
+
+    return step
+
+
+def megatron(rank: int, parallel: str, url: str, folder: str) -> None:
+    """Train by megatron-core with the distributed optimizer: ``TP2 PP2`` or ``EP2``."""
+    with on_host():
         _megatron(rank, parallel, url, folder)
 
 
 def _megatron(rank: int, parallel: str, url: str, folder: str) -> None:
-
-    moe_utils.te_general_gemm = None  # unknown without Transformer Engine, and asked for
-    tensor_parallel.get_cuda_rng_tracker().fork = nullcontext  # of dropout, which is 0
     torch.manual_seed(rank)
     degrees = {one[:2]: int(one[2:]) for one in parallel.split("-")}
     parallel_state.initialize_model_parallel(
@@ -74,32 +108,9 @@ def _megatron(rank: int, parallel: str, url: str, folder: str) -> None:
         OptimizerConfig(lr=RATE, bf16=True, use_distributed_optimizer=True), models
     )
 
-    def forward(batches: Any, model: Any) -> Any:
-        tokens = next(batches)
-        places = torch.arange(tokens.shape[1]).expand_as(tokens)
-        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-        losses = model(tokens, places, mask[None, None], labels=tokens)
-        return losses, lambda output: (output.float().mean(), {})
-
-    def step(number: int) -> None:
-        for model in models:
-            model.zero_grad_buffer()
-        optimizer.zero_grad()
-        replica = parallel_state.get_data_parallel_rank()
-        generator = torch.Generator().manual_seed(10 * number + replica)
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(torch.randint(0, 61, (1, 2, 8), generator=generator)),
-            model=models,
-            num_microbatches=1,
-            seq_length=8,
-            micro_batch_size=2,
-        )
-        optimizer.step()
-
     def export() -> dict[str, Tensor]:
         return {name: one.detach().clone() for name, one in bridge.export_weights(models)}
 
-    mine = shards(bridge, models)
+    mine, step = shards(bridge, models), stepping(models, optimizer)
     publishes(rank, mine, step, export, url, folder)
     attaches(rank, partial(deltachain.attach, mine, optimizer), step, export, url, folder)

@@ -1,4 +1,4 @@
-"""DeepSpeed and megatron-core, in an environment of their own: their pins exclude ours."""
+"""DeepSpeed, megatron-core and verl, in environments of their own: their pins exclude ours."""
 
 import os
 import subprocess
@@ -14,7 +14,6 @@ from deltachain.store import open_store
 from deltachain.verify import verify
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-TRAINERS: Final = ROOT / ".venv-trainers" / "bin" / "python"
 
 pytestmark = pytest.mark.dist
 
@@ -29,17 +28,20 @@ pytestmark = pytest.mark.dist
         ),
         ("megatron_trials:megatron", 4, "TP2-PP2"),
         ("megatron_trials:megatron", 4, "EP2"),
+        ("verl_trials:megatron", 2, "TP2"),
     ],
 )
 def test_every_version_is_the_export_of_the_framework(
     tmp_path: Path, trial: str, ranks: int, how: str
 ) -> None:
-    if not TRAINERS.exists():
-        pytest.skip("DeepSpeed and Megatron are missing: make venv-trainers")
+    venv = "venv-verl" if trial.startswith("verl") else "venv-trainers"
+    python = ROOT / f".{venv}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"DeepSpeed, Megatron or verl is missing: make {venv}")
     url = (tmp_path / "chain").as_uri()
     done = subprocess.run(
         [
-            TRAINERS,
+            python,
             "-m",
             "tests.ranks.spawn",
             f"tests.ranks.{trial}",

@@ -208,7 +208,7 @@ def main() -> None:
         custom_backend_module="deltachain.integrations.verl",
         engine_kwargs={"deltachain": {"url": url, "dtype": "BF16"}},
     )
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         run = follow(str(path), config, address[0]) if address else tensors(str(path), config)
         asyncio.run(run)
