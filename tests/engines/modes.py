@@ -199,6 +199,7 @@ COMMON: Final = {
     "pipeline, tensor parallel": Mode(tp=2, last=3, **STAGES.get(ENGINE, {})),
     "expert parallel": Mode(tp=2, make=MOE, **EXPERTS.get(ENGINE, {})),
     "two nodes": Mode(tp=2, node=True, arguments=NODES),
+    "two servers, `DELTACHAIN_TOGETHER`": Mode(each=((), ()), environment=TOGETHER),
     "`in_place` caches": Mode(environment={"DELTACHAIN_PAUSE": STALE}),
 }
 MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
@@ -207,8 +208,7 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "`--api-server-count 2`": Mode(dp=2, arguments=("--api-server-count", "2")),
         "data parallel, experts": Mode(dp=2, make=MOE),
         "hybrid, two engines each": balanced(*HYBRID, 4, 2),
-        "hybrid, one engine each": balanced(*HYBRID, 2, 1),
-        "`DELTACHAIN_TOGETHER`": balanced(*HYBRID, 2, 1, environment=TOGETHER),
+        "hybrid, one engine each": balanced(*HYBRID, 2, 1, environment=TOGETHER),
         "external": balanced(*EXTERNAL, 2, 1),
         "external, experts": balanced(*EXTERNAL, 2, 1, make=MOE),
         "drafts: ngram": Mode(
@@ -399,14 +399,14 @@ def words(folder: Path, error: BaseException) -> str:
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
     logs = re.sub(r".* WARNING .*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
-    theirs = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .*|error: .*)", logs)
+    theirs = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .*|error: .*|assert .*)", logs)
     if not (str(error).startswith("the server ended") and (ours or theirs)):
         return f"WRONG: {str(error) or repr(error)}"
     return f"refused: {ours[-1]}" if ours else f"{ENGINE}: {theirs[-1]}"
 
 
 def is_wrong(row: Mapping[str, str]) -> bool:
-    return row.get("said", "").startswith("WRONG")
+    return row.get("said", "").startswith(("WRONG", "not run"))
 
 
 def run(name: str) -> dict[str, str]:
