@@ -103,16 +103,9 @@ def test_a_round_that_fails_is_raised_once_and_covered_by_the_next(
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="vLLM for CPUs comes without Ray")
-@pytest.mark.parametrize(("kind", "actors"), [("fsdp2", 2), ("ddp", 1)])
-def test_actors_of_ray_have_each_step_of_workers_on_two_nodes(
-    kind: str, actors: int, tmp_path: Path
-) -> None:
-    seen: Any = said_by("tests.engines.vllm.ray_actor", kind, str(tmp_path))
-    assert seen == [[step, [True] * actors] for step in range(1, STEPS + 1)]
-
-
-@pytest.mark.skipif(find_spec("ray") is None, reason="vLLM for CPUs comes without Ray")
-def test_the_engine_of_ray_serve_follows_by_its_keyword_arguments(tmp_path: Path) -> None:
-    chain = train("qwen3", tmp_path, 2)
-    seen = said_by("tests.engines.vllm.ray_serve", chain.url, str(chain.base))
-    assert seen == {"version": 2, "right": True}
+@pytest.mark.parametrize("program", ["ray_actor", "ray_train"])
+def test_an_actor_of_ray_has_each_of_twenty_steps(program: str, tmp_path: Path) -> None:
+    seen: Any = said_by(f"tests.engines.vllm.{program}", str(tmp_path))
+    assert [[str(version), same] for version, same in seen] == [
+        [str(step), True] for step in range(1, STEPS + 1)
+    ]

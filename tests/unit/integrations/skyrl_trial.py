@@ -87,9 +87,10 @@ async def main() -> None:
     validate_cfg(config)
     engines = config.generator.inference_engine
     client, _ = build_new_inference_client(config, None)
-    place = {"master_addr": "127.0.0.1", "master_port": free_port(), "world_size": RANKS}
+    port = free_port()
+    place = {"master_addr": "127.0.0.1", "master_port": port, "world_size": RANKS}
     made = {"cfg": config.trainer, "local_rank": 0, "sequence_parallel_size": 1, **place}
-    ranks = Ranks(RANKS, place["master_port"], lambda rank: Policy(rank=rank, **made))
+    ranks = Ranks(RANKS, port, lambda rank: Policy(rank=rank, **made))
     refused = ranks.each("start", path, client, engines)
     assert refused == ["the chain has no weights of the draft model"] * RANKS, refused
     for step in range(1, STEPS + 1):
