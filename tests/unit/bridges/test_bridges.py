@@ -22,7 +22,7 @@ from torch import Tensor
 import deltachain
 from deltachain import errors
 from deltachain.bridges import DIALECTS, dialect_of
-from deltachain.bridges.dialect import HostModel
+from deltachain.bridges.dialect import ElementChange, HostModel
 from deltachain.bridges.export import RECORD, Exported, Exporter, HostCopy
 from deltachain.bridges.imports import Importer
 from deltachain.store import open_store
@@ -30,6 +30,7 @@ from deltachain.types import TensorSpec
 from tests.bench.layouts import load
 from tests.support.values import present
 from tests.unit.cli.support import ok, refused
+from tests.unit.cli.test_memory import CHILD
 
 Bytes: TypeAlias = dict[str, npt.NDArray[np.uint8]]
 
@@ -164,11 +165,11 @@ def same(one: Bytes, other: Bytes) -> None:
 def model_of(chain: Path) -> HostModel:
     target = HostCopy()
     deltachain.Subscriber(str(chain), target).update()
-    return HostModel(target.specs, {name: target.bits(name) for name in target.specs})
+    return HostModel(target.specs, target.bits)
 
 
 def raw(model: HostModel) -> Bytes:
-    return {name: bits.view(np.uint8) for name, bits in model.bits.items()}
+    return {name: model.bits(name).view(np.uint8) for name in model.specs}
 
 
 @pytest.mark.parametrize("run", [(one,) for one in DIALECTS], ids=list(DIALECTS), indirect=True)
@@ -279,6 +280,66 @@ def test_a_killed_export_leaves_nothing_that_a_receiver_sees(run: Run, tmp_path:
     assert not (run.out / ".part").exists()
 
 
+KILLED_IMPORT = """
+import os, signal, sys
+from deltachain.store import FileStore
+from tests.unit.bridges.test_bridges import *
+def dying(put, left):
+    def counted(store, key, *rest):
+        if "copy" in store.url and "publisher.json" not in key:  # a thread renews that
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return put(store, key, *rest)
+    return counted
+def run(copy, puts):
+    child = os.fork()  # nothing here has a thread yet
+    if child:
+        return os.waitpid(child, 0)[1]
+    left = [puts]
+    for name in ("put", "put_if_absent", "upload", "reveal"):
+        setattr(FileStore, name, dying(getattr(FileStore, name), left))
+    out, config = open_store(sys.argv[1] + "/out"), deltachain.PublishConfig(url=copy)
+    with Importer(out, dialect_of(sys.argv[2]), config) as one:
+        list(one.versions())
+    os._exit(0)
+for puts in range(1000):
+    copy = f"{sys.argv[1]}/copy{puts}"
+    killed = run(copy, puts)
+    assert run(copy, 1 << 30) == 0
+    if killed == 0:
+        break
+print(puts)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run", [("slime",), ("trl",)], ids=["slime", "trl"], indirect=True)
+def test_an_import_killed_at_any_write_goes_on_and_loses_and_doubles_nothing(
+    run: Run, tmp_path: Path
+) -> None:
+    states = [run.raw()]
+    for _ in range(2):
+        run.step()
+        run.done.append(run.write())
+        states.append(run.raw())
+    words = [sys.executable, "-c", KILLED_IMPORT, str(tmp_path), run.dialect]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    kills = int(done.stdout.split()[-1])
+    assert kills > 8  # identity, an anchor, and two versions with their parts
+    for number in range(kills + 1):
+        store = open_store(f"{tmp_path}/copy{number}")
+        chain = deltachain.Chain.open(store)
+        versions = list(chain.history(0, present(chain.head()).version))
+        changed = [one.manifest.step for one in versions if one.manifest.nnz and one.version]
+        assert changed == [1, 2]
+        assert versions[-1].manifest.step == 2
+        for one in versions:
+            target = HostCopy()
+            deltachain.Subscriber(store.url, target).update(one.version)
+            same(raw(HostModel(target.specs, target.bits)), states[one.manifest.step or 0])
+
+
 @pytest.mark.parametrize("run", [(one,) for one in DIALECTS], ids=list(DIALECTS), indirect=True)
 def test_files_cut_short_or_changed_are_refused_and_nothing_is_published(
     run: Run, tmp_path: Path
@@ -301,9 +362,10 @@ def test_files_cut_short_or_changed_are_refused_and_nothing_is_published(
             try:
                 found = layout.read(out, key, before)
                 before.check_same(found, key)
+                bits = raw(found)
             except (errors.FormatError, errors.ObjectNotFoundError):
                 continue
-            same(raw(found), run.raw())  # white space, or a field that nobody reads
+            same(bits, run.raw())  # white space, or a field that nobody reads
         file.write_bytes(bad[2])
         with pytest.raises(errors.FormatError):
             list(importer.versions())
@@ -387,9 +449,9 @@ def test_lies_are_named_before_they_are_believed(
     for name, data in files.items():
         store.put("weight_v000001/a.safetensors" if name == "a" else name, data)
     spec = TensorSpec("w", "BF16", (4,))
-    before = HostModel({"w": spec}, {"w": np.zeros(4, np.uint16)})
+    before = HostModel({"w": spec}, lambda _: np.zeros(4, np.uint16))
     with pytest.raises(errors.FormatError, match=said):
-        dialect_of(dialect).read(store, key, before)
+        raw(dialect_of(dialect).read(store, key, before))
 
 
 def test_gaps_bases_and_dtypes_are_refused_by_name(tmp_path: Path) -> None:
@@ -413,7 +475,7 @@ def test_gaps_bases_and_dtypes_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="expected one of trl, trl-v1, slime"):
         dialect_of("tensorflow")
     spec = TensorSpec("router.bias", "F32", (4,))
-    model = HostModel({spec.name: spec}, {spec.name: np.zeros(4, np.uint32)})
+    model = HostModel({spec.name: spec}, lambda _: np.zeros(4, np.uint32))
     with pytest.raises(errors.UnsupportedModelError, match=r"router.bias.*F32"):
         next(dialect_of("trl").full(0, model))
 
@@ -447,3 +509,35 @@ def test_commands_export_and_import(run: Run, tmp_path: Path) -> None:
     same(raw(model_of(copy)), run.raw())
     refused(*words, "--full-every", 3, code=2, said="leave --full-every out")
     refused("import", out, copy, "--dialect", "nemo", code=2, said="dialect 'nemo'")
+
+
+def write_versions(out: Path, tensors: int, numel: int) -> int:
+    """Write a full version and changes of 2 % of it, as slime does; return the model's bytes."""
+    specs = [
+        TensorSpec(f"layer.{n}.weight", "BF16", (numel >> 10, 1 << 10)) for n in range(tensors)
+    ]
+    rng, store, slime = np.random.default_rng(1), open_store(str(out)), dialect_of("slime")
+    old = rng.integers(0x3C00, 0x3E00, numel, np.uint16)
+    indices = np.flatnonzero(rng.random(numel) < 0.02)
+    new = old.copy()
+    new[indices] += 1
+    changes = [ElementChange(spec, indices, old[indices], new[indices]) for spec in specs]
+    named = {spec.name: spec for spec in specs}
+    for objects in (
+        slime.full(0, HostModel(named, lambda _: old)),
+        slime.delta(1, HostModel(named, lambda _: new), changes),
+    ):
+        for key, data in objects:
+            store.put(key, data)
+    return sum(spec.nbytes for spec in specs)
+
+
+@pytest.mark.full
+def test_an_import_holds_the_model_once_and_some_tensors(tmp_path: Path) -> None:
+    write_versions(tmp_path / "small", 2, 1 << 20)
+    nbytes = write_versions(tmp_path / "large", 12, 32 << 20)
+    commands = {"import": "import {model} {model}-chain --dialect slime"}
+    arguments = [sys.executable, "-c", CHILD, json.dumps(commands)]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["import"] < 2 * nbytes, (done.stdout, nbytes)
