@@ -137,6 +137,8 @@ class Importer(Closeable):
             if self._publisher is None and self.held is not None:
                 self._attach_head(key)
             self._sent = self._read(key, self._before)
+            if self._publisher is not None:
+                _prove(self._sent)
             publisher = self._publisher or self._attach(self._sent)
             published = publisher.publish(step=number)
         except errors.MalformedError as exc:
@@ -162,9 +164,7 @@ class Importer(Closeable):
         plan = plan_present(chain, None, head)
         with fetching(chain, plan, target=head, base=self._base, room=scratch()) as fetched:
             before = HostModel(specs, lambda name: fetched.read(name).values)
-            found = self._read(key, before)
-            for name in found.specs:
-                found.bits(name)
+            _prove(self._read(key, before))
             self._attach(before)
 
     def _attach(self, model: HostModel) -> Publisher:
@@ -190,3 +190,9 @@ class Importer(Closeable):
             bits = self._sent.bits(name)
             tensor = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
             yield name, tensor.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+
+def _prove(model: HostModel) -> None:
+    """Read all tensors, so that what is wrong with one is raised before any is published."""
+    for name in model.specs:
+        model.bits(name)

@@ -483,7 +483,6 @@ class Publisher(Closeable):
             diff = session.diff_(topic)
         except FAILURES as error:
             if self._ranks.count == 1:
-                self._refuse_calls(error)
                 raise
             failure = error
         diff_s = time.perf_counter() - start

@@ -22,7 +22,7 @@ from torch import Tensor
 import deltachain
 from deltachain import errors
 from deltachain.bridges import DIALECTS, dialect_of
-from deltachain.bridges.dialect import ElementChange, HostModel
+from deltachain.bridges.dialect import HostModel
 from deltachain.bridges.export import RECORD, Exported, Exporter, HostCopy
 from deltachain.bridges.imports import Importer
 from deltachain.store import open_store
@@ -30,7 +30,6 @@ from deltachain.types import TensorSpec
 from tests.bench.layouts import load
 from tests.support.values import present
 from tests.unit.cli.support import ok, refused
-from tests.unit.cli.test_memory import CHILD
 
 Bytes: TypeAlias = dict[str, npt.NDArray[np.uint8]]
 
@@ -509,35 +508,3 @@ def test_commands_export_and_import(run: Run, tmp_path: Path) -> None:
     same(raw(model_of(copy)), run.raw())
     refused(*words, "--full-every", 3, code=2, said="leave --full-every out")
     refused("import", out, copy, "--dialect", "nemo", code=2, said="dialect 'nemo'")
-
-
-def write_versions(out: Path, tensors: int, numel: int) -> int:
-    """Write a full version and changes of 2 % of it, as slime does; return the model's bytes."""
-    specs = [
-        TensorSpec(f"layer.{n}.weight", "BF16", (numel >> 10, 1 << 10)) for n in range(tensors)
-    ]
-    rng, store, slime = np.random.default_rng(1), open_store(str(out)), dialect_of("slime")
-    old = rng.integers(0x3C00, 0x3E00, numel, np.uint16)
-    indices = np.flatnonzero(rng.random(numel) < 0.02)
-    new = old.copy()
-    new[indices] += 1
-    changes = [ElementChange(spec, indices, old[indices], new[indices]) for spec in specs]
-    named = {spec.name: spec for spec in specs}
-    for objects in (
-        slime.full(0, HostModel(named, lambda _: old)),
-        slime.delta(1, HostModel(named, lambda _: new), changes),
-    ):
-        for key, data in objects:
-            store.put(key, data)
-    return sum(spec.nbytes for spec in specs)
-
-
-@pytest.mark.full
-def test_an_import_holds_the_model_once_and_some_tensors(tmp_path: Path) -> None:
-    write_versions(tmp_path / "small", 2, 1 << 20)
-    nbytes = write_versions(tmp_path / "large", 12, 32 << 20)
-    commands = {"import": "import {model} {model}-chain --dialect slime"}
-    arguments = [sys.executable, "-c", CHILD, json.dumps(commands)]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["import"] < 2 * nbytes, (done.stdout, nbytes)
