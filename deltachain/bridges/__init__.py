@@ -2,11 +2,10 @@
 
 from typing import Final
 
-from deltachain.bridges.checkpoint import CheckpointDialect
 from deltachain.bridges.dialect import Dialect
-from deltachain.bridges.modelexpress import MODELEXPRESS
+from deltachain.bridges.files import CheckpointDialect
 from deltachain.bridges.skyrl import SkyRLDialect
-from deltachain.bridges.slime import SLIME
+from deltachain.bridges.slime import MODELEXPRESS, SLIME
 from deltachain.bridges.trl import TRLDialect
 from deltachain.errors import ConfigError
 

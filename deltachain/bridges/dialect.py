@@ -1,6 +1,6 @@
 """What a dialect is: how another system lays out versions as files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
@@ -24,10 +24,14 @@ class ElementChange:
 
 @dataclass(frozen=True, slots=True)
 class HostModel:
-    """All tensors of a version on the host, by name; bits are flat and never written in place."""
+    """All tensors of a version, by name.
+
+    ``bits`` returns the flat bits of one tensor, which are never written in place. Those of a
+    version in files are read, and proven, in each call, so that one tensor is in memory.
+    """
 
     specs: Mapping[str, TensorSpec]
-    bits: Mapping[str, Bits]
+    bits: Callable[[str], Bits]
     assets: Mapping[str, bytes] = field(default_factory=dict)  # configuration, tokenizer
 
     def spec(self, name: str, key: str) -> TensorSpec:
@@ -35,8 +39,9 @@ class HostModel:
             raise MalformedError(f"{key}: has {name!r}, which the model has not", key=key)
         return self.specs[name]
 
-    def changed(self, bits: Mapping[str, Bits]) -> "HostModel":
-        return replace(self, bits={**self.bits, **bits})
+    def changed(self, reads: Mapping[str, Callable[[], Bits]]) -> "HostModel":
+        """Return the version after this one, with the bits that some functions read."""
+        return replace(self, bits=lambda name: reads[name]() if name in reads else self.bits(name))
 
     def check_same(self, other: "HostModel", key: str) -> None:
         for name in sorted(self.specs.keys() | other.specs.keys()):
@@ -72,6 +77,8 @@ class Dialect(Protocol):
 
     def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
         """Read the version of a marker; ``before`` is the version before, which is not changed.
+
+        What is wrong with a tensor may be raised as its bits are read.
 
         Raises:
             FormatError: A file is cut short, contradicts itself, or gives other bits than it says.

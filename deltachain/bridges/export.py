@@ -7,6 +7,7 @@ bits of that version in the chain; if they cannot be reached, it writes a full v
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -168,9 +169,9 @@ class Exporter:
             number = 0 if last is None else last.number + 1
         follows = last is not None and number == last.number + 1
         full = not follows or bool(self._every and version % self._every == 0)
-        model = HostModel(target.specs, {name: target.bits(name) for name in target.specs})
+        model = HostModel(target.specs, target.bits)
         if full:
-            objects = self._dialect.full(number, HostModel(model.specs, model.bits, self._assets()))
+            objects = self._dialect.full(number, replace(model, assets=self._assets()))
         else:
             objects = self._dialect.delta(number, model, target.changes)
         key, nbytes = self._put(objects)

@@ -1,6 +1,7 @@
 """Safetensors files and checkpoints in a store, written and read as bits."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, TypeVar
@@ -9,14 +10,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.bridges.dialect import HostModel, Objects
+from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects
 from deltachain.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from deltachain.codec.container import Entry, Header, read_header, write_header
 from deltachain.errors import MalformedError
 from deltachain.format.documents import check_values, decode
 from deltachain.store import Store
 from deltachain.store.base import is_segment, not_found
-from deltachain.types import BITS_DTYPES, WIRE_DTYPES, Bits, TensorSpec
+from deltachain.types import BITS_DTYPES, WIRE_DTYPES, TensorSpec
 
 _T = TypeVar("_T")
 
@@ -134,7 +135,7 @@ def checkpoint(folder: str, model: HostModel) -> Objects:
     groups = shards(model.specs.values())
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        arrays = (Array(s.name, s.dtype, model.bits[s.name], s.shape) for s in group)
+        arrays = (Array(s.name, s.dtype, model.bits(s.name), s.shape) for s in group)
         places |= {spec.name: file for spec in group}
         yield f"{folder}/{file}", packed(arrays, FORMAT)
     total = sum(spec.nbytes for spec in model.specs.values())
@@ -146,22 +147,43 @@ def read_checkpoint(store: Store, key: str) -> HostModel:
     """Read a checkpoint by its index or, without one, its only file."""
     if not key.endswith(INDEX_FILE):
         return read_tensors(TensorFile.open(store, key))
-    specs, bits = dict[str, TensorSpec](), dict[str, Bits]()
-    for file, names in read_index(store, key).files():
-        opened = TensorFile.open(store, beside(key, file))
-        part = read_tensors(opened, names)
-        specs |= part.specs
-        bits |= part.bits
-    return HostModel(specs, bits)
+    parts = [
+        read_tensors(TensorFile.open(store, beside(key, file)), names)
+        for file, names in read_index(store, key).files()
+    ]
+    of = {name: part for part in parts for name in part.specs}
+    return HostModel({n: part.specs[n] for n, part in of.items()}, lambda name: of[name].bits(name))
 
 
 def read_tensors(file: TensorFile, names: Iterable[str] | None = None) -> HostModel:
     found = [file.entry(name) for name in names or file.header.entries]
     specs = {one.name: TensorSpec(one.name, one.dtype, one.shape) for one in found}
-    return HostModel(
-        specs, {one.name: file.read(one).copy() for one in found}
-    )  # torch takes no others
+    return HostModel(specs, lambda name: file.read(file.entry(name)))
 
 
 def is_checkpoint_marker(file: str) -> bool:
     return file in (INDEX_FILE, WEIGHTS_FILE)
+
+
+class CheckpointDialect(Dialect):
+    """Plain checkpoints, one a version, as the ``Trainer`` of transformers saves them."""
+
+    def number(self, key: str) -> int | None:
+        folder, _, file = key.rpartition("/")
+        found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)
+        return int(found[1]) if found and is_checkpoint_marker(file) else None
+
+    def full(self, number: int, model: HostModel) -> Objects:
+        return checkpoint(f"checkpoint-{number}", model)
+
+    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
+        del changes
+        return self.full(number, model)
+
+    def is_full(self, store: Store, key: str) -> bool:
+        del store, key
+        return True
+
+    def read(self, store: Store, key: str, before: HostModel | None) -> HostModel:
+        del before
+        return read_checkpoint(store, key)

@@ -6,20 +6,22 @@ the bits that the chain has. A version is published once all of its files were r
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
 from deltachain import errors
 from deltachain.bridges.dialect import Dialect, HostModel
-from deltachain.bridges.export import HostCopy
+from deltachain.chain.chain import Chain, plan_present
+from deltachain.chain.fetch import fetching, scratch
 from deltachain.checkpoint import Checkpoint, read_assets
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.session import PublishReceipt
-from deltachain.store import Store
-from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.store import Store, open_store
 from deltachain.subscribe.follow_loop import Round, repeat
 from deltachain.threads import Closeable
+from deltachain.types import Bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,17 +44,21 @@ class Importer(Closeable):
     ) -> None:
         self._files, self._dialect, self._config, self._base = files, dialect, config, base
         self._publisher: Publisher | None = None
-        self._model, self.held = self._published()
+        self._before: HostModel | None = None  # what the publisher has published last
+        self._sent = HostModel({}, dict[str, Bits]().__getitem__)  # what it publishes next
+        self._chain_store = open_store(config.url, config.storage_options)
+        self.held: int | None = None  # number of the chain's head
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+        self._chain_store.close()
 
     def versions(self) -> Iterator[PublishReceipt]:
         """Publish all versions that are whole, one after another."""
         while (found := self._next()) is not None:
             number, key = found
-            yield self._publish(number, self._read(key))
+            yield self._publish(number, key)
 
     def follow(self, stop: Event, poll_s: float | None = None) -> Iterator[PublishReceipt]:
         """Publish versions as they appear; errors that may pass are logged and tried again."""
@@ -68,17 +74,13 @@ class Importer(Closeable):
         poll_s = poll_s or self._files.capabilities.poll_s
         yield from repeat(round_, stop=stop, poll_s=poll_s, looked=lambda _: None, doing=doing)
 
-    def _published(self) -> tuple[HostModel | None, int | None]:
-        """Return the weights of the chain's head and their number; none without a chain."""
-        target = HostCopy()
+    def _head_number(self) -> int | None:
+        """Return the number of the chain's head; ``None`` without one."""
         try:
-            with Subscriber(SubscribeConfig(url=self._config.url), target) as subscriber:
-                receipt = subscriber.update()
+            head = Chain.open(self._chain_store).head()
         except errors.ObjectNotFoundError:
-            return None, None
-        if receipt is None or receipt.step is None:
-            return None, None
-        return HostModel(target.specs, {n: target.bits(n) for n in target.specs}), receipt.step
+            return None
+        return None if head is None else head.manifest.step
 
     def _next(self) -> tuple[int, str] | None:
         """Find the next version: the one behind, else the next full one; at first the newest full.
@@ -87,6 +89,8 @@ class Importer(Closeable):
             BrokenChainError: Later versions are there, and none of them is full.
             ConfigError: There are changes only, of a base checkpoint that is not given.
         """
+        if self._publisher is None:
+            self.held = self._head_number()
         there = {
             number: key
             for one in self._files.list()
@@ -100,7 +104,7 @@ class Importer(Closeable):
         if found is not None:
             return found, there[found]
         if self.held is None and self._base is not None:
-            self._publish(0, _base_model(self._base))
+            self._publish(0, None)
             return self._next()
         if there and self.held is not None:
             raise errors.BrokenChainError(
@@ -116,38 +120,62 @@ class Importer(Closeable):
             )
         return None
 
-    def _read(self, key: str) -> HostModel:
-        try:
-            model = self._dialect.read(self._files, key, self._model)
-        except errors.MalformedError as exc:
-            if exc.hint == errors.MalformedError.default_hint:
-                exc.hint = "the file is damaged, or not written whole yet; nothing was published"
-            raise
-        if self._model is not None:
-            self._model.check_same(model, key)
+    def _read(self, key: str | None, before: HostModel | None) -> HostModel:
+        """Read the version of a marker, or the base."""
+        if key is None and self._base is not None:
+            base = Checkpoint(self._base)
+            return HostModel(base.specs, base.bits)
+        key = key or ""
+        model = self._dialect.read(self._files, key, before)
+        if before is not None:
+            before.check_same(model, key)
         return model
 
-    def _publish(self, number: int, model: HostModel) -> PublishReceipt:
-        before, self._model = self._model, self._model or model
+    def _publish(self, number: int, key: str | None) -> PublishReceipt:
+        """Publish a version; its tensors are read one after another, all before the commit."""
         try:
-            if self._publisher is None:
-                self._publisher = self._attached()
-            self._model = model
-            receipt = self._publisher.publish(step=number).result()
-        except BaseException:
-            self._model = before
+            if self._publisher is None and self.held is not None:
+                self._attach_head(key)
+            self._sent = self._read(key, self._before)
+            if self._publisher is not None:
+                _prove(self._sent)
+            publisher = self._publisher or self._attach(self._sent)
+            published = publisher.publish(step=number)
+        except errors.MalformedError as exc:
+            if exc.hint == exc.default_hint:
+                exc.hint = "the file is damaged, or not written whole yet; nothing was published"
+            raise
+        try:
+            receipt = published.result()
+        except BaseException:  # the chain knows what was committed after all
+            self._publisher = self._before = None
+            with suppress(errors.DeltaChainError):
+                publisher.close()
             raise
         self.held = number
         return receipt
 
-    def _attached(self) -> Publisher:
-        """Attach to what the chain has, so that no version is without its number."""
-        publisher = Publisher(self._config)
+    def _attach_head(self, key: str | None) -> None:
+        """Attach to what the chain has, once the next version is proven to follow it."""
+        chain = Chain.open(self._chain_store)
+        head, specs = chain.head(), {spec.name: spec for spec in chain.table.specs()}
+        if head is None:
+            return
+        plan = plan_present(chain, None, head)
+        with fetching(chain, plan, target=head, base=self._base, room=scratch()) as fetched:
+            before = HostModel(specs, lambda name: fetched.read(name).values)
+            _prove(self._read(key, before))
+            self._attach(before)
+
+    def _attach(self, model: HostModel) -> Publisher:
+        self._sent, publisher = model, Publisher(self._config)
         try:
-            return publisher.attach(self._tensors, assets=self._assets(), alone=True)
+            publisher.attach(self._tensors, assets=self._assets(), alone=True)
         except BaseException:
             publisher.close()
             raise
+        self._publisher, self._before = publisher, HostModel(model.specs, publisher.bits)
+        return publisher
 
     def _assets(self) -> dict[str, bytes] | None:
         folder = self._config.assets or self._base
@@ -158,12 +186,13 @@ class Importer(Closeable):
 
         from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415
 
-        model = self._model or HostModel({}, {})
-        for name, spec in model.specs.items():
-            tensor = torch.from_numpy(model.bits[name])
+        for name, spec in self._sent.specs.items():
+            bits = self._sent.bits(name)
+            tensor = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
             yield name, tensor.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
-def _base_model(folder: Path) -> HostModel:
-    found = Checkpoint(folder)
-    return HostModel(dict(found.specs), {name: found.bits(name) for name in found.specs})
+def _prove(model: HostModel) -> None:
+    """Read all tensors, so that what is wrong with one is raised before any is published."""
+    for name in model.specs:
+        model.bits(name)

@@ -7,6 +7,7 @@ Source: SkyRL a9564572e (``delta_checkpoint.py``).
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -16,6 +17,7 @@ from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Object
 from deltachain.bridges.frames import checksum, new_bits, xor_frames
 from deltachain.errors import MalformedError
 from deltachain.store import Store
+from deltachain.types import Bits
 
 _MANIFEST: Final = "manifest.json"
 _ALGORITHM: Final = "xxh3-128"
@@ -75,7 +77,7 @@ class SkyRLDialect(Dialect):
                 compressed_num_bytes=frame.nbytes,
                 payload_file=file,
                 payload_key=spec.name,
-                checksum=checksum(_ALGORITHM, model.bits[spec.name]),
+                checksum=checksum(_ALGORITHM, model.bits(spec.name)),
             )
             for spec, frame in frames
         )
@@ -107,7 +109,7 @@ class SkyRLDialect(Dialect):
                 f"on {number - 1}",
                 key=key,
             )
-        opened, bits = dict[str, files.TensorFile](), {}
+        opened, reads = dict[str, files.TensorFile](), {}
         for one in manifest.tensors:
             spec = old.spec(one.name, key)
             if (_named(spec.dtype), spec.shape) != (one.dtype, one.shape):
@@ -119,13 +121,16 @@ class SkyRLDialect(Dialect):
             place = files.beside(key, one.payload_file)
             if place not in opened:
                 opened[place] = files.TensorFile.open(store, place)
-            file = opened[place]
-            bits[one.name] = new_bits(
-                file.read(file.entry(one.payload_key, "U8")),
-                old.bits[one.name],
-                encoding="xor",
-                algorithm=one.checksum_algorithm,
-                want=one.checksum,
-                key=f"{file.key}, {one.name}",
-            )
-        return old.changed(bits)
+            reads[one.name] = partial(_new, opened[place], one, old)
+        return old.changed(reads)
+
+
+def _new(file: files.TensorFile, record: _Record, old: HostModel) -> Bits:
+    return new_bits(
+        file.read(file.entry(record.payload_key, "U8")),
+        old.bits(record.name),
+        encoding="xor",
+        algorithm=record.checksum_algorithm,
+        want=record.checksum,
+        key=f"{file.key}, {record.name}",
+    )

@@ -1,14 +1,20 @@
-"""slime and miles: ``weight_v000007/`` is a checkpoint, or frames of what changed since version 6.
+"""slime, miles and ModelExpress: a folder is a checkpoint, or frames of what changed.
 
-The index tells which. Version 0 is the checkpoint that engines start from. Source: slime 624b824a8
-(``update_weight_from_disk_delta.py``; miles 31f1ca961 writes the same), and ``/pull_weights`` of
-its SGLang.
+The index tells which.
+
+* slime: ``weight_v000007/``; version 0 is the checkpoint that engines start from. Source: slime
+  624b824a8 (``update_weight_from_disk_delta.py``; miles 31f1ca961 writes the same), and
+  ``/pull_weights`` of its SGLang.
+* ModelExpress: ``v7/``. Receivers learn of a version from a catalogue: make it READY there once its
+  index is written. Source: ModelExpress 008f0da
+  (``modelexpress_rl/train/methods/canonical_delta.py``), and its docs/S3_DELTA_WEIGHT_REFIT.md.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from deltachain.bridges import files
@@ -17,6 +23,7 @@ from deltachain.bridges.frames import checksum, new_bits, xor_frames
 from deltachain.checkpoint import INDEX_FILE
 from deltachain.errors import MalformedError
 from deltachain.store import Store
+from deltachain.types import Bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class IndexedDialect(Dialect):
                 made.append([])
                 size = 0
             name = change.spec.name
-            proof = checksum(self.algorithm, model.bits[name])
+            proof = checksum(self.algorithm, model.bits(name))
             made[-1].append((files.Array(name, "U8", frame), proof))
             size += frame.nbytes
         folder, places = self.folder.format(number), dict[str, str]()
@@ -81,20 +88,24 @@ class IndexedDialect(Dialect):
         found = {name: said.get(name) for name in expected}
         if found != expected or said.get("compression_format") != "zstd":
             raise MalformedError(f"{key}: expected {expected} of zstd, found {said}", key=key)
-        bits = {}
+        encoding, algorithm = str(said["delta_encoding"]), str(said.get("checksum_format"))
+
+        def new(file: files.TensorFile, name: str) -> Bits:
+            return new_bits(
+                file.read(file.entry(name, "U8")),
+                old.bits(name),
+                encoding=encoding,
+                algorithm=algorithm,
+                want=file.header.metadata.get(name, ""),
+                key=f"{file.key}, {name}",
+            )
+
+        reads = dict[str, Callable[[], Bits]]()
         for file, names in index.files():
             opened = files.TensorFile.open(store, files.beside(key, file))
-            for name in names:
-                spec = old.spec(name, key)
-                bits[spec.name] = new_bits(
-                    opened.read(opened.entry(name, "U8")),
-                    old.bits[name],
-                    encoding=str(said["delta_encoding"]),
-                    algorithm=str(said.get("checksum_format")),
-                    want=opened.header.metadata.get(name, ""),
-                    key=f"{opened.key}, {name}",
-                )
-        return old.changed(bits)
+            reads |= {old.spec(name, key).name: partial(new, opened, name) for name in names}
+        return old.changed(reads)
 
 
 SLIME: Final = IndexedDialect("weight_v{:06d}", "{:06d}", "xxh3-128")
+MODELEXPRESS: Final = IndexedDialect("v{}", "v{}", "adler32")

@@ -8,6 +8,7 @@ have no checksum: nothing here proves that the file before was applied.
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,7 @@ from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Object
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import MalformedError, UnsupportedFormatError, UnsupportedModelError
 from deltachain.store import Store
-from deltachain.types import WIRE_DTYPES, Indices
+from deltachain.types import WIRE_DTYPES, Bits, Indices, TensorSpec
 
 _FORMAT: Final = {"format": "sparse_weight_patch", "version": "1"}
 _MOST: Final = 1 << 31  # elements: positions are int32 at their receivers
@@ -53,7 +54,7 @@ class TRLDialect(Dialect):
                     hint="publish the chain with dtype='BF16', or choose another dialect",
                 )
         arrays = (
-            files.Array(s.name, s.dtype, model.bits[s.name], s.shape) for s in model.specs.values()
+            files.Array(s.name, s.dtype, model.bits(s.name), s.shape) for s in model.specs.values()
         )
         total = sum(spec.numel for spec in model.specs.values())
         metadata = self._metadata(number, len(model.specs), total, total, sparse=False)
@@ -112,27 +113,28 @@ class TRLDialect(Dialect):
             raise MalformedError(f"{key}: expected {expected}, found {found}", key=key)
         if full:
             return files.read_tensors(file)
-        old, bits = required(before, key), {}
+        old = required(before, key)
         position, value = (".idx", ".val") if "encoding" in said else (".indices", ".values")
         names = [name.removesuffix(value) for name in file.header.entries if name.endswith(value)]
         if {f"{name}{end}" for name in names for end in (position, value)} != {
             *file.header.entries
         }:
             raise MalformedError(f"{key}: expected pairs of {position} and {value}", key=key)
-        for name in names:
-            spec = old.spec(name, key)
-            where = file.entry(f"{name}{position}")
-            new = file.entry(f"{name}{value}", spec.dtype)
-            if new.nbytes > spec.nbytes:
-                raise MalformedError(f"{key}: {name!r} has more values than elements", key=key)
+
+        def new(spec: TensorSpec) -> Bits:
+            where = file.entry(f"{spec.name}{position}")
+            values = file.entry(f"{spec.name}{value}", spec.dtype)
+            if values.nbytes > spec.nbytes:
+                raise MalformedError(f"{key}: {spec.name!r} has more values than elements", key=key)
             indices = _indices(file.read(where), where.dtype, said.get("encoding", "raw"), key)
             changed = TensorDelta(
-                spec=spec, indices=indices, values=file.read(new), absolute=ABSOLUTE
+                spec=spec, indices=indices, values=file.read(values), absolute=ABSOLUTE
             )
-            whole = old.bits[name].copy()
+            whole = old.bits(spec.name).copy()
             whole[indices] = changed.validate().values
-            bits[name] = whole
-        return old.changed(bits)
+            return whole
+
+        return old.changed({name: partial(new, old.spec(name, key)) for name in names})
 
 
 def _indices(stored: npt.NDArray[Any], dtype: str, encoding: str, key: str) -> Indices:

@@ -31,7 +31,7 @@ from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.setting_types import fields_of, names_checked, whole
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool
-from deltachain.types import Version
+from deltachain.types import Bits, Version
 
 logger = logging.getLogger(__name__)
 
@@ -283,6 +283,10 @@ class Publisher(Closeable):
     def is_alone(self) -> bool:
         """Whether this is the only publishing rank."""
         return self._ranks.count == 1
+
+    def bits(self, name: str) -> Bits:
+        """Return the flat bits of an exported tensor as published last, on the host: a view."""
+        return self._require_session().snapshot.compared(name)
 
     def publish(self, *, step: int | None = None) -> Published:
         """Publish the changes since the last version.

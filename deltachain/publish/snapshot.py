@@ -294,13 +294,16 @@ class Snapshot:
 
     def bits(self, weight: Weight) -> Bits:
         """Return the last published flat bits of one weight, a copy of those on a device."""
-        self.settle()
-        kept = self._kept.get(weight.spec.name)
-        if kept is not None:
-            return _on_host(kept)
+        if weight.spec.name in self._kept:
+            return self.compared(weight.spec.name)
         if weight.spec.name in self._files:
             return self.reader(weight)(slice(0, weight.spec.numel))
         return wire_bits(_copied(self._frozen[weight.spec.name].weight))
+
+    def compared(self, name: str) -> Bits:
+        """Return the last published flat bits of a weight that is not frozen."""
+        self.settle()
+        return _on_host(self._kept[name])
 
     def reader(self, weight: Weight) -> Callable[[Any], Bits]:
         """Return a function of a selection of one weight's last published flat bits.

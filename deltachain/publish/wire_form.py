@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from deltachain.chain.upload import DENSE_SHARE
@@ -51,8 +52,8 @@ class Mapped(NamedTuple):
 class Diff:
     """Changed elements of the weights of a rank; ``nnz`` is their number.
 
-    The trainer does not wait for the rest: it is found in the first use, by any thread, one at a
-    time. ``then`` is called with it once.
+    The trainer does not wait for the rest: it is found in the first use, by any thread. ``then`` is
+    called with it once.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class Diff:
         self.nnz = nnz
         self._find, self._then = find, then
         self._mapped: Mapped | None = None
+        self._finding = Lock()
 
     def complete(self) -> Mapped:
-        if self._mapped is None:
-            mapped = self._find()
-            self._then(mapped)
-            self._mapped = mapped
-        return self._mapped
+        with self._finding:
+            if self._mapped is None:
+                mapped = self._find()
+                self._then(mapped)
+                self._mapped = mapped
+            return self._mapped
 
     @property
     def live(self) -> Mapping[str, Changes]:
