@@ -11,6 +11,6 @@ pytestmark = pytest.mark.engine
 def test_experts_that_move_are_found(ranks: int, times: int) -> None:
     """In processes of their own: SGLang keeps the settings with which it starts."""
     examine = "tests.engines.moving:examine"
-    found, *_ = two_ranks(examine, ranks, times, deadline_s=900, ranks=ranks)
+    found, *_ = two_ranks(examine, ranks, times, deadline_s=3600, ranks=ranks)
     assert (found["wrong"], found["another state"], found["differs"]) == (0, 0, [[]] * ranks)
     assert found["refused"] >= times // 2

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(("ranks", "times"), [(1, 200), (2, 40)])
 def test_experts_that_move_are_found(ranks: int, times: int) -> None:
     examine = "tests.engines.moving:examine"
-    found, *_ = two_ranks(examine, ranks, times, deadline_s=900, ranks=ranks)
+    found, *_ = two_ranks(examine, ranks, times, deadline_s=3600, ranks=ranks)
     assert (found["wrong"], found["another state"], found["differs"]) == (0, 0, [[]] * ranks)
     assert found["refused"] >= times // 2
 
