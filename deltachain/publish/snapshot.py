@@ -385,8 +385,9 @@ class Snapshot:
 
     def settle(self) -> None:
         """Find the changes of the newest diff, if nobody did."""
-        if self._pending is not None:
-            self._pending.complete()
+        pending = self._pending
+        if pending is not None:
+            pending.complete()
             self._pending = None
 
     def restore(self, diff: Diff) -> None:

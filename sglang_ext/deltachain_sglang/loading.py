@@ -162,9 +162,10 @@ def slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     found: dict[str, tuple[int, ...]] = {}
-    where = get_global_expert_location_metadata() if compat.moves_experts() else None
-    for name, layer in modules.items() if where else ():
-        if isinstance(layer, experts()) and layer.uses_expert_location:
+    where: Any = get_global_expert_location_metadata() if compat.moves_experts() else None
+    layers: Mapping[str, Any] = modules if where else {}
+    for name, layer in layers.items():
+        if issubclass(type(layer), experts()) and layer.uses_expert_location:
             shared = layer.num_fused_shared_experts
             count = layer.num_local_experts - shared
             row = where.physical_to_logical_map_cpu[layer.layer_id].tolist()

@@ -31,13 +31,15 @@ class RanksFailedError(RuntimeError):
     pass
 
 
-def two_ranks(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Any]:
+def two_ranks(
+    function: str, *arguments: object, deadline_s: float = DEADLINE_S, ranks: int = RANKS
+) -> list[Any]:
     """Run ``MODULE:FUNCTION`` in both ranks, and return what it returned in each, as JSON."""
     with tempfile.TemporaryDirectory(prefix="deltachain-ranks-") as scratch:
         folder = Path(scratch)
         environment = _environment(folder)
         words = [function, *map(str, arguments)]
-        processes = [_start(rank, words, folder, environment) for rank in range(RANKS)]
+        processes = [_start(rank, words, folder, environment) for rank in range(ranks)]
         try:
             late = _wait(processes, time.monotonic() + deadline_s)
         finally:
