@@ -106,10 +106,3 @@ def test_a_round_that_fails_is_raised_once_and_covered_by_the_next(
 def test_an_actor_of_ray_has_each_of_twenty_steps(tmp_path: Path) -> None:
     seen: Any = said_by("tests.engines.vllm.ray_actor", str(tmp_path))
     assert seen == [[str(step), True] for step in range(1, STEPS + 1)]
-
-
-@pytest.mark.skipif(find_spec("ray") is None, reason="vLLM for CPUs comes without Ray")
-def test_the_engine_of_ray_serve_follows_by_its_keyword_arguments(tmp_path: Path) -> None:
-    chain = train("qwen3", tmp_path, 2)
-    seen = said_by("tests.engines.vllm.ray_serve", chain.url, str(chain.base))
-    assert seen == {"version": 2, "right": True}
