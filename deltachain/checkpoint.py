@@ -6,12 +6,14 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+
+import numpy as np
 
 from deltachain.codec.container import Entry, read_header, write_header
 from deltachain.delta import WINDOW_NBYTES, pieces
@@ -317,13 +319,20 @@ class Checkpoint:
             {n: TensorSpec(n, e.dtype, e.shape) for n, (_, e) in sorted(self._entries.items())}
         )
 
-    def bits(self, name: str, low: int = 0, high: int | None = None) -> Bits:
+    def bits(
+        self,
+        name: str,
+        low: int = 0,
+        high: int | None = None,
+        *,
+        make: Callable[..., Bits] = np.empty,
+    ) -> Bits:
         """Return the bits of a tensor in new memory, or of its elements ``[low, high)`` alone."""
         file, entry = self._entries[name]
         spec = self.specs[name]
         stop = spec.numel if high is None else min(high, spec.numel)
         start, stop = (entry.start + at * spec.itemsize for at in (low, stop))
-        return self._readers[file].bits(start, stop, spec.bits_dtype)
+        return self._readers[file].bits(start, stop, spec.bits_dtype, make)
 
     def differ(self, one: str, other: str) -> bool:
         windows = pieces([self.specs[one]], WINDOW_NBYTES)

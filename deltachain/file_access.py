@@ -7,6 +7,7 @@ Here a file is opened for each call.
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -68,8 +69,14 @@ class FileReader:
         self._fill(start, out)
         return out.data
 
-    def bits(self, start: int, stop: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-        out = np.empty((stop - start) // dtype.itemsize, dtype)
+    def bits(
+        self,
+        start: int,
+        stop: int,
+        dtype: np.dtype[np.unsignedinteger],
+        make: Callable[..., Bits] = np.empty,
+    ) -> Bits:
+        out = make((stop - start) // dtype.itemsize, dtype)
         self._fill(start, out)
         return out
 

@@ -60,7 +60,7 @@ def find_late_ties(
         for name in wanted
         for other in others
         if (specs[name].dtype, specs[name].shape) == (specs[other].dtype, specs[other].shape)
-        and same_bits(source.bits(name)[:PEEK], source.bits(other)[:PEEK])
+        and same_bits(source.bits(name, PEEK), source.bits(other, PEEK))
         and same_bits(source.bits(name), source.bits(other))
     )
 

@@ -19,6 +19,7 @@ from threading import Event, Lock, get_ident
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class HostCopies:
         kept, names = self.bits, list(names)
         with Pool(cores()) as pool:
             bits = pool.ordered(
-                lambda name: kept[name] if name in kept else self._source.bits(name),
+                lambda name: kept[name] if name in kept else self._source.bits(name, make=np.empty),
                 names,
                 ahead=2 * cores(),
                 small=lambda name: name in kept or self._specs[name].nbytes < SMALL,

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
@@ -19,9 +19,11 @@ from torch import nn
 from deltachain.errors import EngineVersionError, TensorMismatchError
 
 from .findings import Findings, Links, all_layers, components, links_of
+from .kinds import some_of_each
 from .model_state import (
     PART,
     RELOADS,
+    LoadGroup,
     LoadMethod,
     ModelState,
     batches,
@@ -52,6 +54,8 @@ def find_derived(state: ModelState, findings: Findings) -> Findings:
         return findings
     made = search.affected(present) & left
     if made:
+        search.brief = False
+        left = search.uncovered | search.left_behind()
         search.ignore_unstable()
         made = search.affected(present) & left
     search.expect_made(left - made)
@@ -92,7 +96,8 @@ class _Search:
     """Search for live tensors that change when the engine loads other bits, by any method.
 
     ``uncovered`` live tensors and outputs come from no decided tensor; layers ``beyond`` have no
-    loaded tensors, and are created again together with the others.
+    loaded tensors, and are created again together with the others. A ``brief`` search reloads two
+    groups of each kind, if all can be repacked: a later trial reloads each of them.
     """
 
     def __init__(self, state: ModelState, findings: Findings) -> None:
@@ -100,6 +105,7 @@ class _Search:
         self.all_links = links_of(state, findings, state.source.specs)
         self.links = {name: self.all_links[name] for name in state.source.present}
         self.groups = components(self.links, self.links, findings.joined)
+        self.brief = True
         self.unstable: dict[LoadMethod, frozenset[str]] = {}  # change if the same is loaded
         self.known: dict[object, frozenset[str] | None] = {}  # what loads changed
         self.missing: set[LoadMethod] = set()
@@ -144,9 +150,11 @@ class _Search:
         that it follows them.
         """
         broken = self.findings.reload_only
-        groups = [group for group in self.groups if not broken.isdisjoint(group)]
-        if not groups:
+        if broken.isdisjoint(self.links):
             return frozenset()
+        brief = self._is_brief(self.groups, frozenset(self.links))
+        tried = self._some if brief else self.groups
+        groups = [group for group in tried if not broken.isdisjoint(group)]
         found = self._left_behind(self.groups)
         if found is None and "repacked" not in self.missing:
             apart = [self._left_behind([group]) or frozenset() for group in groups]
@@ -241,11 +249,24 @@ class _Search:
     def _load(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
+        if method == "reloaded" and self._is_brief(groups, changed):
+            groups = self._some
+            changed &= frozenset(name for group in groups for name in group)
         key = method, frozenset(name for group in groups for name in group), changed
         if key not in self.known:
             self.known[key] = self._find_changed(method, groups, changed)
         found = self.known[key]
         return None if found is None else found - self.unstable.get(method, frozenset())
+
+    def _is_brief(self, groups: list[list[str]], changed: frozenset[str]) -> bool:
+        return (
+            self.brief and groups == self.groups and bool(self._load("repacked", groups, changed))
+        )
+
+    @cached_property
+    def _some(self) -> list[list[str]]:
+        groups = [LoadGroup(tuple(one), all_layers(self.links, one)) for one in self.groups]
+        return [list(one.names) for one in some_of_each(self.state, self.findings, groups, 2)]
 
     def _find_changed(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]

@@ -9,13 +9,10 @@ anything differs, the layout is discovered from nothing.
 import json
 import logging
 import os
-import random
 import stat
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +21,6 @@ from typing import Final
 import msgspec
 import torch
 from blake3 import blake3
-from torch import Tensor, nn
 
 from deltachain.format.documents import Struct, decode
 from deltachain.format.keys import object_digest
@@ -35,11 +31,11 @@ from .classes import ON_HOST, Form, TensorClass
 from .discover import Layout, Recorded, discover, forms, recorded
 from .findings import Findings, all_layers, components, from_recording, links_of
 from .in_place import again, verify_in_place
+from .kinds import options_of, some_of_each
 from .loaded_checkpoint import LoadedCheckpoint
 from .model_state import LoadGroup, LoadMethod, ModelState, restore_outputs
-from .module_members import SIMPLE, containers_of, items, undisturbed
+from .module_members import undisturbed
 from .reloads import Trial
-from .runtime_tables import KV
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +62,6 @@ VOLATILE: Final = (
     "NAME",
 )
 """Parts of the names of those that differ from start to start."""
-
-
-ADDRESS: Final = 1 << 32
-"""Integers from here on may be addresses, which differ from start to start."""
 
 
 class _Tensor(Struct, frozen=True, kw_only=True):
@@ -247,9 +239,8 @@ def _proven_again(
 def _tried(state: ModelState, found: Findings, layout: Layout) -> bool:
     """Write one layer of each kind in place, and load one group of each kind again."""
     links = links_of(state, found, layout.places)
-    written = _one_of_each(
-        state, found, [LoadGroup(tuple(n), all_layers(links, n)) for n in components(links, links)]
-    )
+    apart = [LoadGroup(tuple(n), all_layers(links, n)) for n in components(links, links)]
+    written = some_of_each(state, found, apart, 1)
     names = {name for group in written for name in group.names}
     others = {name: "not tried" for name in found.placements if name not in names}
     if verify_in_place(state, replace(found, reasons=others)).reasons != others:
@@ -257,28 +248,12 @@ def _tried(state: ModelState, found: Findings, layout: Layout) -> bool:
     known = replace(found, reasons=others, readable=frozenset(layout.readable))
     for method in {method for method, _ in layout.groups}:
         mine = [group for way, group in layout.groups if way == method]
-        loaded = _one_of_each(state, found, mine)
+        loaded = some_of_each(state, found, mine, 1)
         outcome = Trial(state, known, method, loaded).each(loaded)
         silent = outcome.idle.intersection(name for group in loaded for name in group.names)
         if outcome.refused or silent - layout.idle or outcome.moved & layout.readable.keys():
             return False
     return True
-
-
-def _one_of_each(
-    state: ModelState, found: Findings, groups: Iterable[LoadGroup]
-) -> list[LoadGroup]:
-    """Return one group of each kind of layers and tensors, chosen at random.
-
-    Tensors of one kind are also stored alike at this start, as far as a dry run shows.
-    """
-    alike: dict[str, list[LoadGroup]] = defaultdict(list)
-    for group in groups:
-        kinds = sorted(json.dumps(_options(state.modules[one])) for one in group.layers)
-        specs = [state.source.specs[name] for name in group.names]
-        why = [found.reasons.get(name) for name in group.names]
-        alike[repr((kinds, [(one.dtype, one.shape) for one in specs], why))].append(group)
-    return [random.SystemRandom().choice(same) for same in alike.values()]
 
 
 def fingerprint_of(model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> str:
@@ -316,7 +291,7 @@ def _facts(model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> Iter
     yield [sorted(seen.recording.reasons.items()), sorted(map(sorted, seen.recording.together))]
     yield [sorted(model.processed()), sorted(model.made_by_running())]
     for name, module in modules.items():
-        yield [name, _options(module, named=True)]
+        yield [name, options_of(module, named=True)]
     for file in ("config.json", "hf_quant_config.json"):
         with suppress(OSError):
             yield object_digest((model.checkpoint / file).read_bytes())
@@ -326,30 +301,3 @@ def _version(package: str) -> str:
     with suppress(PackageNotFoundError):
         return version(package)
     return ""
-
-
-def _options(module: nn.Module, *, named: bool = False) -> list[object]:
-    """Return the classes, forms of tensors and plain values of a module, without its submodules.
-
-    Floats may be made from weights, and texts, without ``named``, may name the module.
-    """
-    found: list[object] = [_path(module)]
-    for container in containers_of(module):
-        if isinstance(container, set):
-            continue
-        for key, value in items(container).items():
-            if KV in str(key) or isinstance(value, float) or (isinstance(value, str) and not named):
-                continue
-            if isinstance(value, Tensor):
-                form = [str(value.dtype), value.shape, value.stride(), value.device.type]
-                found.append([str(key), _path(value), form])
-            elif isinstance(value, int) and abs(value) >= ADDRESS:
-                continue
-            else:
-                plain = isinstance(value, (*SIMPLE, Enum))
-                found.append([str(key), str(value) if plain else _path(value)])
-    return found
-
-
-def _path(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -89,11 +89,11 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
 
 
 def _run_apart(specs: Iterable[TensorSpec], run: Callable[..., "_Run"]) -> list["_Run"]:
-    """Run the loader for one tensor of each kind alone, and for the others together.
+    """Run the loader for two tensors of each kind alone, and for the others together.
 
-    Tensors are of one kind if only numbers in their names differ. If the loader raises for one,
-    it would for most others, which are not tried: a reload of their layers has to be proven anyway.
-    If the others cannot be told apart, each of them is loaded alone.
+    Tensors are of one kind if only numbers in their names differ. If the loader raises for both,
+    the others are taken to be alike: a reload of their layers has to be proven anyway. If others
+    cannot be told apart, each of them is loaded alone.
     """
     kinds: dict[object, list[TensorSpec]] = {}
     for spec in specs:
@@ -101,13 +101,14 @@ def _run_apart(specs: Iterable[TensorSpec], run: Callable[..., "_Run"]) -> list[
         kinds.setdefault(key, []).append(spec)
     runs, left = [], list[TensorSpec]()
     for first, *others in kinds.values():
-        runs.append(run([first]))
-        if runs[-1].raised:
-            why = runs[-1].reasons[first.name]
-            runs[-1].reasons.update(dict.fromkeys((one.name for one in others), why))
-            runs[-1].raised.update(one.name for one in others)
+        two = [run([one]) for one in (first, *others[-1:])]
+        runs += two
+        if all(one.raised for one in two):
+            names = [one.name for one in others[:-1]]
+            two[0].reasons.update(dict.fromkeys(names, two[0].reasons[first.name]))
+            two[0].raised.update(names)
         else:
-            left += others
+            left += others[:-1]
     rest = [run(left)] if left else []
     return [*runs, *([run([one]) for one in left] if rest and rest[0].unattributed else rest)]
 

@@ -19,7 +19,7 @@ from deltachain.kernels import host
 from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets.tensor_patch import varied
-from deltachain.threads import Pool
+from deltachain.threads import Pool, empty
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
 
@@ -219,9 +219,11 @@ class LoadedCheckpoint:
             if not varied(self.bits(name, FIRST)) and not varied(self.bits(name))
         )
 
-    def bits(self, name: str, most: int | None = None) -> npt.NDArray[Any]:
-        """Return the bits of a tensor in new memory, or of its first elements."""
-        return self.checkpoint.bits(self.names[name][0], high=most)
+    def bits(
+        self, name: str, most: int | None = None, make: Callable[..., Any] = empty
+    ) -> npt.NDArray[Any]:
+        """Return the bits of a tensor, or of its first elements, in memory that may be shared."""
+        return self.checkpoint.bits(self.names[name][0], high=most, make=make)
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))

@@ -19,6 +19,7 @@ from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
 from .findings import Findings, Links, all_layers, components, group_of, links_of
+from .kinds import some_of_each
 from .loaded_checkpoint import flipped_bit
 from .model_state import (
     PART,
@@ -181,8 +182,8 @@ class Trial:
         A swap loads only changed groups, so any two of them must be separable: each is loaded
         without the other. The result must be the same again whenever the same bits are loaded.
         Tensors in other layers may have been ``touched``. Groups of different layers are loaded
-        ``in_turn``, their other bits and their first, twice instead of five times; a single tensor
-        of a group is ``seen`` to be followed meanwhile.
+        ``in_turn``, their other bits and their first, and two of each kind once more; the single
+        tensor of a group is ``seen`` to be followed meanwhile.
         """
         if not groups:
             return Outcome()
@@ -193,14 +194,15 @@ class Trial:
         if seen:
             watch.look({group.names[0]: group for group in seen})
         moved = _displaced(self, others, others)
-        for some in () if in_turn else separating(groups):
+        few = some_of_each(self.state, self.findings, groups, 2) if in_turn else []
+        for some in [few] if in_turn else separating(groups):
             self._load(some, others)
             once.expect_same()
         self.write_untouched(other=False)
-        for some in columns:
+        for column in columns:
             if in_turn:
-                once.expect_same(scope_of(some))
-            self._load(some)
+                once.expect_same(scope_of(column))
+            self._load(column)
         self.state.expect_same()
         return watch.outcome() + Outcome(moved=moved)
 

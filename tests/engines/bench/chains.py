@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from deltachain.publish import PublishConfig, Publisher
 from tests.bench.report import say
@@ -53,7 +59,24 @@ def _sized(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) 
     )
 
 
-SIZES: Final[Mapping[str, Qwen3Config]] = MappingProxyType(
+def _mixture(layers: int, experts: int) -> Qwen3MoeConfig:
+    """Return a mixture of many tiny experts: what it costs is their number."""
+    return Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=2048,
+        max_position_embeddings=CONTEXT,
+        dtype=torch.bfloat16,
+    )
+
+
+SIZES: Final[Mapping[str, PretrainedConfig]] = MappingProxyType(
     {
         "2M": _sized(256, 768, 2, 2, 2048),
         "19M": _sized(512, 1536, 4, 4, 12288),
@@ -62,9 +85,12 @@ SIZES: Final[Mapping[str, Qwen3Config]] = MappingProxyType(
         "1.2B": _sized(2048, 6144, 18, 16, 151936),
         "1.7B": _sized(2048, 6144, 28, 16, 151936),  # of Qwen3-1.7B
         "4.0B": _sized(2560, 9728, 36, 32, 151936),  # nearly of Qwen3-4B, which has 8 heads of keys
+        "18k tensors": _mixture(48, 128),
+        "192 tensors": _mixture(2, 32),
     }
 )
-"""Dense models by their number of parameters. The smallest tries the benchmark itself."""
+"""Dense models by their number of parameters, and mixtures by that of their experts' tensors. The
+smallest of each try the benchmark itself."""
 
 
 def draw(size: str, folder: Path, densities: Sequence[float]) -> Drawn:
@@ -116,7 +142,7 @@ def _positions(numel: int, density: float, random: np.random.Generator) -> npt.N
 
 def _model(size: str) -> PreTrainedModel:
     with torch.device("meta"):
-        model: PreTrainedModel = Qwen3ForCausalLM(SIZES[size])
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(SIZES[size])
     model.to_empty(device="cpu").bfloat16()
     model.tie_weights()
     generator = torch.Generator().manual_seed(7)

@@ -26,7 +26,7 @@ from deltachain.replica.layout.module_members import (
     tensors_in,
     undisturbed,
 )
-from deltachain.replica.layout.reloads import separating
+from deltachain.replica.layout.reloads import crossing, separating
 from tests.contract import reference
 from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.conftest import Make
@@ -640,8 +640,10 @@ def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> Non
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 21, 130])
 def test_any_two_groups_are_loaded_without_each_other_in_a_few_loads(number: int) -> None:
-    loads = [set(some) for some in separating(range(number))]
-    for one, other in permutations(range(number), 2):
-        assert any(one in some and other not in some for some in loads)
-    assert 1 <= max(Counter(chain(*loads)).values()) <= 3
-    assert set(chain(*loads)) == set(range(number))
+    rows, columns = crossing(range(number))
+    for loads, most in (list(separating(range(number))), 3), ([*rows, *columns], 2):
+        for one, other in permutations(range(number), 2):
+            assert any(one in some and other not in some for some in loads)
+        assert 1 <= max(Counter(chain(*loads)).values()) <= most
+        assert set(chain(*loads)) == set(range(number))
+    assert set(chain(*rows)) == set(chain(*columns))

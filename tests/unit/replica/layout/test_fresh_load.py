@@ -123,6 +123,28 @@ def test_a_loader_is_called_once_if_everything_is_a_view() -> None:
     assert calls == [2], "what a clone was made from is known"
 
 
+def test_two_of_a_kind_that_cannot_be_loaded_tell_of_the_others() -> None:
+    calls: list[int] = []
+
+    def load(tensors: Any) -> None:
+        calls.append(len(tensors))
+        for name, tensor in tensors:
+            if name.startswith("packed"):
+                raise AttributeError(name)
+            model.p.data.copy_(tensor)
+
+    model = OneLayer(PLANNED["copy"])
+    specs = [
+        TensorSpec(f"{kind}.{n}", "BF16", SIZE) for kind in ("packed", "raw") for n in range(9)
+    ]
+    recording = record(load, specs, model.modules())
+    assert recording.raised == {f"packed.{number}" for number in range(9)}
+    assert {name for name, places in recording.places.items() if places} == {
+        f"raw.{number}" for number in range(9)
+    }
+    assert calls == [18, 1, 1, 1, 1, 7], "together once, two of each kind, the rest of the raw"
+
+
 def replace_parameter(model: OneLayer, _: Tensor) -> None:
     model.p = nn.Parameter(torch.full(SIZE, 7, dtype=torch.bfloat16), requires_grad=False)
 
