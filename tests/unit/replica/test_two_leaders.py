@@ -29,7 +29,7 @@ from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.spool import PROBE, Spool
 from deltachain.replica.swap import PreparedSwap, ReplicaTarget
 from deltachain.store import open_store
-from deltachain.subscribe import SubscribeConfig, Subscriber, subscriber
+from deltachain.subscribe import SubscribeConfig, Subscriber, history
 from deltachain.types import StateDigest
 from tests.support.engine import HOSTED, Sharding, save, trained
 from tests.support.models import train_
@@ -481,7 +481,7 @@ def test_two_that_open_at_once_agree_on_what_is_held(
 ) -> None:
     """A push and a poll, as soon as there is a chain: the late one must not undo the first."""
     late = here.subscribe()
-    identify, looks, go_on = vars(subscriber)["identify"], Event(), Event()
+    identify, looks, go_on = history.identify, Event(), Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         found = identify(*args, **kwargs)
@@ -490,7 +490,7 @@ def test_two_that_open_at_once_agree_on_what_is_held(
             go_on.wait(0.5)
         return found
 
-    monkeypatch.setattr(subscriber, "identify", slow)
+    monkeypatch.setattr(history, "identify", slow)
     with ThreadPoolExecutor(2) as pool:
         poll = pool.submit(late.open)
         assert looks.wait(20)

@@ -12,7 +12,7 @@ from deltachain.format.documents import seal
 from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
-from deltachain.subscribe import Subscriber
+from deltachain.subscribe import Subscriber, history
 from deltachain.subscribe import subscriber as module
 from tests.support.backup import objects_of, put_back
 from tests.support.faults import Fault
@@ -200,14 +200,15 @@ def test_a_rollback_in_the_middle_of_a_stage_poisons_nobody(
 ) -> None:
     """What is staged is then compared with bits that it was not meant for."""
     subscriber = five.join(replica, 0, 1, 2)
-    original = getattr(module, moment)
+    home = history if moment == "require" else module
+    original = getattr(home, moment)
 
     def overtaken(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
         assert subscriber.rollback().version == 1
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(module, moment, overtaken)
+    monkeypatch.setattr(home, moment, overtaken)
     with pytest.raises(errors.BaseMismatchError, match="version 4 was staged before another swap"):
         subscriber.update()
     assert not subscriber.poisoned
