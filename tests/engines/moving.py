@@ -132,6 +132,9 @@ class Ranks:
     def resume(self) -> None:
         self.paused = False
 
+    def oldest(self) -> str:
+        return ""
+
     def name_version(self, version: int) -> None: ...
 
 

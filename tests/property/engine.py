@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError
 from tests.property.layers import Layer, create, fixed_input, frozen, keep, process
 from tests.property.recipe import WRITERS, Recipe, Source, Unit, sources
+from tests.support.engine import UnmovedExperts
 
 Tensors = Mapping[str, Tensor]
 
@@ -181,7 +182,7 @@ def repack(
 __all__ = ["RELOADS", "make_raw", "repack"]
 
 
-class RandomEngine:
+class RandomEngine(UnmovedExperts):
     """One rank; see :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(

@@ -226,6 +226,13 @@ def _made(name: str, share: RankModel, w: Tensor) -> Tensor:
 FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
+class UnmovedExperts:
+    """An engine that moves no experts."""
+
+    def slots(self) -> Mapping[str, tuple[int, ...]]:
+        return {}
+
+
 class FakeModel:
     """The model of one rank; implements :class:`deltachain.replica.engine.EngineModel`."""
 

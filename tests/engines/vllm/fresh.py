@@ -222,8 +222,9 @@ def load_moving(
     checkpoint: Path, *, rank: int, ranks: int, redundant: int
 ) -> Iterator[tuple[EngineModel, nn.Module, Move]]:
     """Load redundant experts, which vLLM itself moves."""
-    how = {"tp": ranks, "rank": rank, "redundant": redundant, "plain_experts": True}
-    with load_in_context(checkpoint, **how) as (config, model):
+    with load_in_context(
+        checkpoint, tp=ranks, rank=rank, redundant=redundant, plain_experts=True
+    ) as (config, model):
         from vllm.distributed import parallel_state
         from vllm.distributed.eplb import eplb_state
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.model_state import probing_rows
+from tests.support.engine import UnmovedExperts
 
 SHAPE: Final = (6, 40)
 LAYERS: Final = ("a", "b", "plain")
@@ -49,7 +50,7 @@ def quantise(layer: Coded, raw: Tensor) -> None:
     layer.largest = float(wide.abs().max())
 
 
-class CodedEngine(nn.Module):
+class CodedEngine(UnmovedExperts, nn.Module):
     """Implements :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(self, checkpoint: Path, full: Mapping[str, Tensor], *, hides: bool) -> None:

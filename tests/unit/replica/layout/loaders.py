@@ -12,11 +12,12 @@ from deltachain.errors import EngineVersionError
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.module_members import MemoryIndex
+from tests.support.engine import UnmovedExperts
 
 SIZE = (4, 6)
 
 
-class OneLayer(nn.Module):
+class OneLayer(UnmovedExperts, nn.Module):
     """A parameter and a buffer, both of which checkpoint tensors may be loaded into.
 
     Implements :class:`deltachain.replica.engine.EngineModel` as far as nothing is packed.

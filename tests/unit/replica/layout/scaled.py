@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.runtime_tables import made_by_running
+from tests.support.engine import UnmovedExperts
 
 
 class Backend:
@@ -54,7 +55,7 @@ class Attention(nn.Module):
         self.impl.process_weights_after_loading(act_dtype)
 
 
-class ScaledEngine(nn.Module):
+class ScaledEngine(UnmovedExperts, nn.Module):
     """Implements :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(self, checkpoint: Path, full: Mapping[str, Tensor]) -> None:

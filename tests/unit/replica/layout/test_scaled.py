@@ -18,11 +18,12 @@ from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, layers
 from deltachain.replica.layout.module_members import MemoryIndex
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import Rank
+from tests.support.engine import UnmovedExperts
 from tests.support.spools import spool_of
 from tests.unit.replica.layout.scaled import ScaledEngine
 
 
-class _Mixer(nn.Module):
+class _Mixer(UnmovedExperts, nn.Module):
     """A packed convolution, and a view of what it was before packing beside another weight.
 
     A reload packs the convolution again and forgets the view, as vLLM's does with Mamba 2's.
