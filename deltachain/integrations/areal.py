@@ -13,7 +13,7 @@ from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 
 
-class Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with AReaL
+class PublishingActor(TrainEngine):  # type: ignore[misc]  # AReaL's types come with AReaL
     """First base of a training engine of AReaL: each rank publishes its shards.
 
     Servers follow the chain. AReaL's launchers tell trainers where they are, by the variable

@@ -464,7 +464,7 @@ def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
         yield last
 
 
-class Columns(NamedTuple):
+class ChangeColumns(NamedTuple):
     """Changes of an arena on the host, in the order of its batches; each of shape ``(nnz,)``."""
 
     offsets: npt.NDArray[np.int16]
@@ -473,7 +473,7 @@ class Columns(NamedTuple):
     indices: Indices  # room for them
 
     @classmethod
-    def of(cls, offsets: Tensor, new: Tensor, old: Tensor | None = None) -> "Columns":
+    def of(cls, offsets: Tensor, new: Tensor, old: Tensor | None = None) -> "ChangeColumns":
         bits = new.numpy().view(BITS_DTYPES[new.element_size()])
         before = np.empty_like(bits) if old is None else old.numpy().view(bits.dtype)
         return cls(offsets.numpy(), bits, before, np.empty(bits.size, np.int64))
@@ -487,7 +487,7 @@ class Landed:
     nnz: int
     start: int  # first of its changes in the columns; negative if there was no room for them
     counts: npt.NDArray[np.int16]  # number of changes of each block, shape `(blocks,)`
-    columns: Columns
+    columns: ChangeColumns
     done: Indices = field(default_factory=lambda: np.zeros(1, np.int64))
     """Runs of a snapshot on the host that have the changes: a call that was interrupted goes on."""
 
@@ -540,7 +540,7 @@ class Landing:
         with Pool(cores()) as pool:
             for _ in pool.ordered(Landed.fill, landed, ahead=4 * cores(), small=_is_small):
                 pass
-        pieces: dict[str, list[tuple[Columns, slice]]] = defaultdict(list)
+        pieces: dict[str, list[tuple[ChangeColumns, slice]]] = defaultdict(list)
         for one in landed:
             for name, start, stop in one.pieces():
                 columns, last = pieces[name][-1] if pieces[name] else (None, slice(0))
@@ -634,7 +634,7 @@ class DeviceDiff:
             }
             copied = streams.mark_copies()
         streams.wait(copied)
-        columns = {key: Columns.of(*some) for key, some in arrived.items()}
+        columns = {key: ChangeColumns.of(*some) for key, some in arrived.items()}
         ends = np.cumsum([batch.table.numel.size for batch in launched]).tolist()
         landed = []
         for batch, end, (start, nnz, _) in zip(launched, ends, headers.tolist(), strict=True):

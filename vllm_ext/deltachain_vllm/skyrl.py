@@ -49,7 +49,7 @@ class DeltaChainSender(SkyrlTrainerCapabilities, DeltaChainTrainer):  # type: ig
         super().send_weights()
 
 
-class Publishing:
+class PublishingWorker:
     """First base of a policy worker of SkyRL: its processes register the sender."""
 
 

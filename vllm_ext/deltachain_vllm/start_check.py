@@ -56,7 +56,7 @@ def check_start() -> None:
         elif "--headless" not in sys.argv:
             logger.warning(
                 "DELTACHAIN_URL is set, but this is no server of vLLM's: unless it starts one, "
-                "call its follow(engine, url) or subscribe; nothing is followed by itself"
+                "call deltachain_vllm.follow(engine, url) or subscribe; nothing follows by itself"
             )
     except ConfigError as exc:
         if is_strict(os.environ):

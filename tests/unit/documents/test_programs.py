@@ -301,13 +301,13 @@ def test_a_transfer_is_attached(run: Any) -> None:
 
         def __init__(self, *_: object, weight_transfer: object) -> None:
             self.weight_transfer = weight_transfer
-
-        def _streaming_iter(self) -> None: ...
+            self.accelerator = SimpleNamespace(num_processes=1)
+            self.callback_handler = SimpleNamespace(callbacks=[])
 
     namespace, _ = run("docs/serve.md:1", AsyncGRPOTrainer=AsyncGRPOTrainer)
     trainer, transfer = namespace["trainer"], namespace["transfer"]
     assert trainer.weight_transfer is transfer
-    assert trainer._streaming_iter == transfer._publish_own
+    assert trainer.callback_handler.callbacks == [transfer]
 
 
 def test_an_export_is_published(run: Any, tmp_path: Path) -> None:

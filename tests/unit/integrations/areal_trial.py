@@ -23,14 +23,14 @@ from areal.engine import FSDPPPOActor, RemotevLLMEngine
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from deltachain.integrations.areal import Publishing
+from deltachain.integrations.areal import PublishingActor
 from examples.demo.online.processes import free_port
 
 STEPS, RANKS, RATE = 20, 2, 1e-3
 NAMES = {"experiment_name": "deltachain", "trial_name": "trial"}
 
 
-class Actor(Publishing, FSDPPPOActor):
+class Actor(PublishingActor, FSDPPPOActor):
     pass
 
 

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from deltachain.errors import ConfigError
-from deltachain_vllm.skyrl import Publishing
+from deltachain_vllm.skyrl import PublishingWorker
 from examples.demo.online.processes import free_port
 
 STEPS, RANKS, RATE = 20, 2, 1e-3
 
 
-class Policy(Publishing, PolicyWorkerBase):
+class Policy(PublishingWorker, PolicyWorkerBase):
     async def start(self, path: str, client: Any, engines: Any) -> str:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo")  # by the variables that SkyRL has set

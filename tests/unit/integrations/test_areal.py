@@ -38,7 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     vars(module)["TrainEngine"] = TrainEngine
     monkeypatch.setitem(sys.modules, "areal", ModuleType("areal"))
     monkeypatch.setitem(sys.modules, "areal.api", module)
-    publishing = importlib.import_module("deltachain.integrations.areal").Publishing
+    publishing = importlib.import_module("deltachain.integrations.areal").PublishingActor
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     fields = {"chain": str(tmp_path / "chain"), "deadline_s": 0.2}
     made = type("Engine", (publishing, TrainEngine), fields)()

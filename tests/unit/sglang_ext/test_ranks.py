@@ -225,10 +225,14 @@ class Scheduler:
         self._engine_paused = True
         self.grammar_manager = SimpleNamespace(grammar_queue=["compiling"])
         self.running = 0
+        self.chunked_req = None
         self.flushed: list[bool] = []
 
     def is_fully_idle(self, *, ignore_waiting: bool) -> bool:
         return ignore_waiting and not self.running and not self.grammar_manager.grammar_queue
+
+    def collect_inflight_reqs(self) -> set[object]:
+        return set()
 
     def flush_cache(self, *, empty_cache: bool) -> bool:
         done = self.is_fully_idle(ignore_waiting=self._engine_paused)
@@ -250,6 +254,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path))
     monkeypatch.setattr(compat, "gather", lambda mine: [mine, of_rank_one(mine)])
     monkeypatch.setattr(compat, "rank_of", lambda: 0)
+    monkeypatch.setattr(compat, "named", lambda: "0")
     monkeypatch.setattr(compat, "stages", lambda: 1)
     monkeypatch.setattr(ranks, "_STAGES", ranks._Stages())
     monkeypatch.setattr(compat, "check_reply", lambda text: text)
@@ -455,11 +460,13 @@ def test_a_step_that_is_not_handed_out_keeps_its_label(renamed: Callable[..., No
     assert first.weight_version_events == [("6", 1)], "its prompt was computed by version 6"
 
 
-def test_what_makes_no_token_gets_no_label(renamed: Callable[..., None]) -> None:
+def test_a_request_without_a_token_is_labelled_with_the_version_of_its_prompt(
+    renamed: Callable[..., None],
+) -> None:
     ended, part = request_of(4, done=True), request_of(0)
     renamed(ended, part, chunked=part)
     assert ended.weight_version_events == [("6", 4)]
-    assert part.weight_version_events == []
+    assert part.weight_version_events == [("6", 0)], "it has made no token yet"
 
 
 def test_a_step_between_two_updates_keeps_its_first_label(renamed: Callable[..., None]) -> None:

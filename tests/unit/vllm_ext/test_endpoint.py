@@ -141,7 +141,7 @@ def test_a_program_with_an_engine_is_told_that_it_follows_nothing_by_itself(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["generate.py"])
     check_start()
-    assert "call deltachain_vllm.subscribe(engine, url)" in caplog.text
+    assert "call deltachain_vllm.follow(engine, url)" in caplog.text
 
 
 @pytest.mark.parametrize("named", ["", "deltachain", "deltachain_http_x", "other,deltachain"])
