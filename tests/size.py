@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(56_095, 261, 0.092),
-    "tests": Size(84_480, 373, 1.0),
+    "wheel": Size(57_280, 263, 0.09),
+    "tests": Size(85_470, 387, 1.0),
 }
 
 

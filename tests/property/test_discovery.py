@@ -402,6 +402,13 @@ HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
 
 INTO: Final = Recipe(units=(Unit(process="into"), Unit()))
 
+
+def _repeatable(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded again."""
+    patch.setattr(reloads, "separating", lambda _: [])
+    patch.setattr(reloads, "some_of_each", lambda *_: [])
+
+
 ROWS: Final = Recipe(units=(Unit(process="derive", rows=(3,)),), reload="first rows")
 
 TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
@@ -424,6 +431,7 @@ MORE_SWITCHES: Final[dict[str, tuple[Switch, Recipe]]] = {
     "a neighbour's change proves nothing": (_alone, tryable_modules(2499)),
     "other bits show where they go": (_where, loaders(23)),
     "groups are loaded apart": (_halves, loaders(86)),
+    "loading is repeatable": (_repeatable, loaders(23)),
     "groups of one layer take turns": (_turns, tryable_modules(889)),
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, tryable_modules(1065)),
