@@ -203,7 +203,8 @@ def test_answers_and_status_name_the_oldest_version_whose_caches_they_read(
         version, found = across(prompt(dice), long, took_s / 5)
         while not found.done():
             status = server.status()
-            assert found.done() or (status["version"], status["oldest"]) == (version, version - 1)
+            # The leader looks every five seconds: it may name an older one, never a newer one.
+            assert found.done() or status["oldest"] < status["version"] == version
             time.sleep(0.1)
         assert [label for *_, label in found.result().spans] == [str(version - 1), str(version)]
         server.wait_for(lambda status: status["oldest"] == version)
