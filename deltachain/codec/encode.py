@@ -104,7 +104,7 @@ def encode_part(
     By default, steps are encoded as ``step``, absolute bits as ``overwrite`` and dense deltas as
     ``dense``; with ``raw`` nothing is compressed, and they are encoded as ``raw`` and ``plain``,
     which any safetensors reader can open. Changes are in the order of the tensor table.
-    ``metadata`` is added to that of the part.
+    ``metadata`` extends the metadata of the part.
     """
     groups, numbers = _buckets(list(changes), raw=raw)
     with Pool(cores()) as pool:

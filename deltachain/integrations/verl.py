@@ -49,7 +49,7 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
         self._subscriber: Subscriber | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Return the version before those of this step, on rank 0 of the actor."""
+        """Return the newest version before this step, on rank 0 of the actor."""
         if self._publisher is not None:
             return {"after": self._publisher.version}
         try:
@@ -60,7 +60,7 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
 
     @classmethod
     def build_topology(cls, actors: int, rollouts: int, metadata: Sequence[Any]) -> tuple[Any, Any]:
-        """Tell every worker the version before those of this step."""
+        """Tell every worker the newest version before this step."""
         after = [metadata[0]["after"]]
         return {"after": after * actors}, {"after": after * rollouts}
 

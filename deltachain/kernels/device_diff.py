@@ -411,7 +411,7 @@ class Lane:
         *,
         keep: bool,
     ) -> BatchTable:
-        """Return the blocks of a batch: those of the last diff, if its memory was the same."""
+        """Return the blocks of a batch; reuse the last diff's table if the memory is the same."""
         # By address: a view of each of many thousand tensors would cost more than to compare them.
         kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
         numels = [one.span.numel for one in spans]
@@ -489,7 +489,7 @@ class Landed:
     counts: npt.NDArray[np.int16]  # number of changes of each block, shape `(blocks,)`
     columns: ChangeColumns
     done: Indices = field(default_factory=lambda: np.zeros(1, np.int64))
-    """Runs of a snapshot on the host that have the changes: a call that was interrupted goes on."""
+    """Number of runs already written to a snapshot on the host: an interrupted call can resume."""
 
     def fill(self) -> None:
         """Find the indices of the changes; write them into a snapshot on the host."""

@@ -315,7 +315,7 @@ def check_experts() -> None:
             option = f"--{name.replace('_', '-')}"
             raise UnsupportedEngineError(
                 f"this server loads experts of a lost rank as it had them at its start ({option} "
-                f"{found}), beside those of later versions",
+                f"{found}), and mixes them with later versions",
                 hint=f"start it without {option}",
             )
 

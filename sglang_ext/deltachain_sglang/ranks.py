@@ -43,7 +43,7 @@ class SchedulerRequest(Struct, frozen=True, kw_only=True):
 class SchedulerReply(Struct, frozen=True, kw_only=True):
     """The replies of all ranks of an engine's stage, or of all its stages with one status.
 
-    The replies of one that is busy are refusals. ``oldest`` is that of the engine.
+    A busy one refuses. ``oldest`` names the oldest version in the engine's caches.
     """
 
     status: Literal["answered", "busy", "asleep"] = "answered"

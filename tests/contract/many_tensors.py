@@ -198,7 +198,7 @@ def check_a_drop(where: str) -> None:
 
 
 def check_a_landing_that_fails_once(where: str) -> None:
-    """Memory that is short in the middle loses no change: the next call goes on."""
+    """A ``MemoryError`` in the middle loses no change: the next call resumes."""
     with patch("deltachain.kernels.device_diff.BATCH_NBYTES", 3 * 4096 * 2):
         weights = Weights(where, resident=False)
         diff = DeviceDiff(torch.device(where))

@@ -97,7 +97,7 @@ class Ranks:
         return found if stacked == 2 * LAYERS else ["no experts"]
 
     def differs(self, folder: Path) -> list[str]:
-        """Names of tensors that are not those of a fresh load that was moved alike."""
+        """Names of tensors that differ from a fresh load with the same moves."""
         held = copied(live(self.model))
         how = {"rank": self.rank, "ranks": self.ranks, "redundant": REDUNDANT}
         with engine_fresh().load_moving(folder, **how) as (_, model, move):
@@ -128,7 +128,7 @@ class Ranks:
         return self.paused
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        assert not in_doubt, "the replica doubts what it holds"
+        assert not in_doubt, "the held version is in doubt"
         self.paused = True
 
     def resume(self) -> None:

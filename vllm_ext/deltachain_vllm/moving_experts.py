@@ -6,7 +6,7 @@ vLLM's own loaders write every expert into the slots in which an engine starts.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import nn
 
@@ -14,6 +14,10 @@ from deltachain.errors import ExpertsMovedError
 
 Rows: TypeAlias = Mapping[str, tuple[Any, list[int]]]
 """Layers of experts, and the experts in their slots on all ranks, by the names of the layers."""
+
+
+EXPERT: Final = 4
+"""Position of the expert among the arguments of a loader."""
 
 
 def slots(model: nn.Module, balancer: Any) -> Mapping[str, tuple[int, ...]]:
@@ -56,7 +60,10 @@ def found(model: nn.Module, balancer: Any) -> Iterator[None]:
 
 
 def _to(where: Mapping[int, list[int]], loader: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a loader of a slot, which vLLM gives those of the start: first one of each expert."""
+    """Wrap a parameter's loader: write an expert into all its present slots.
+
+    vLLM names an expert by its first slot at the start of the engine.
+    """
 
     @wraps(loader)
     def load(*given: Any, expert_id: int | None = None, **named: Any) -> Any:
@@ -68,10 +75,6 @@ def _to(where: Mapping[int, list[int]], loader: Callable[..., Any]) -> Callable[
         return any(written) or None
 
     return load
-
-
-EXPERT = 4
-"""Position of the expert among the arguments of a loader."""
 
 
 def _rows(model: nn.Module, balancer: Any) -> Rows:

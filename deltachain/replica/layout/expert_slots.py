@@ -2,8 +2,8 @@
 
 An engine that balances experts copies them into several slots, and moves them while it serves. Its
 map says where they are; a recording of its loader says which tensors go where. The map is believed
-if both agree: an expert has the same tensors in all of its slots, and in those of earlier maps,
-and no two experts have the same ones. The bits that moved are proven by the state digest.
+if both agree: an expert has the same tensors in all of its slots, now and under earlier maps, and
+no two experts have the same ones. The bits that moved are proven by the state digest.
 """
 
 from collections.abc import Mapping

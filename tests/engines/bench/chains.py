@@ -89,8 +89,8 @@ SIZES: Final[Mapping[str, PretrainedConfig]] = MappingProxyType(
         "192 tensors": _mixture(2, 32),
     }
 )
-"""Dense models by their number of parameters, and mixtures by that of their experts' tensors. The
-smallest of each try the benchmark itself."""
+"""Dense models by number of parameters, and mixtures by number of expert tensors. The smallest of
+each try the benchmark itself."""
 
 
 def draw(size: str, folder: Path, densities: Sequence[float]) -> Drawn:

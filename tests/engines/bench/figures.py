@@ -49,7 +49,7 @@ CLEARED: Final = "dropped"
 SALTED: Final = "by version"
 KEPT: Final = "all kept"
 WAYS: Final = (CLEARED, SALTED, KEPT)
-"""Ways of an update with caches; with the last one new requests read those of older weights."""
+"""What an update does with caches; with the last one, new requests read caches of old weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
