@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(57_280, 263, 0.09),
+    "wheel": Size(57_300, 264, 0.09),
     "tests": Size(85_470, 387, 1.0),
 }
 

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,17 +19,14 @@ from threading import Event, Lock, get_ident
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltachain import errors
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, staging, torch_kernels
-from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.redact import redacted_url
 from deltachain.subscribe.targets.base import take_back, write_all
 from deltachain.subscribe.targets.tensor_patch import LiveElements, WholeTensor, state_of, warm_up
@@ -41,17 +38,17 @@ from .batches import Stager
 from .device_staging import DeviceStager
 from .engine import EngineModel
 from .fetcher import fill, folder_id, sees_probe
+from .host_copies import HostCopies
 from .host_staging import HostStager
 from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
 from .layout.expert_slots import ExpertSlots
-from .layout.fresh_load import expect_fresh
 from .layout.in_place import again, read_back
 from .layout.kept_proof import find_layout
-from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
-from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
-from .layout.module_members import SMALL, undisturbed
+from .layout.loaded_checkpoint import LoadedCheckpoint
+from .layout.model_state import ModelState
+from .layout.module_members import undisturbed
 from .layout.runtime_tables import RuntimeTables
 from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
 from .placements import HolderKey, Placement, Window
@@ -59,69 +56,6 @@ from .settings import RankSettings
 from .spool import Spool
 from .spool_reader import SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
-
-
-class HostCopies:
-    """Copies of the tensors that an engine does not hold as they are in the checkpoint."""
-
-    def __init__(
-        self, model: EngineModel, source: LoadedCheckpoint, specs: Mapping[str, TensorSpec]
-    ) -> None:
-        self._model, self._source, self._specs = model, source, specs
-        self.bits: dict[str, npt.NDArray[Any]] = {}
-
-    def keep(self, names: Iterable[str]) -> None:
-        """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
-        kept, names = self.bits, list(names)
-        with Pool(cores()) as pool:
-            bits = pool.ordered(
-                lambda name: kept[name] if name in kept else self._source.bits(name, make=np.empty),
-                names,
-                ahead=2 * cores(),
-                small=lambda name: name in kept or self._specs[name].nbytes < SMALL,
-            )
-            self.bits = dict(zip(names, bits, strict=True))
-
-    def load(self, layout: Layout, names: Collection[str]) -> None:
-        """Let the engine load changed copies, together with the rest of their groups."""
-        changed = _groups_of(layout, names)
-        for method in dict.fromkeys(method for method, _ in changed):
-            groups = [group for mine, group in changed if mine == method]
-            wanted = [name for group in groups for name in group.names if name in self.bits]
-            load_with(self._model, method, scope_of(groups), self.clones(wanted))
-
-    def read_back(self, layout: Layout, names: Collection[str]) -> None:
-        """Prove that loaded tensors are what was loaded, and layers are what a fresh load gives."""
-        fresh = [group for _, group in _groups_of(layout, names) if group in layout.comparable]
-        # First, and in order: ranks may exchange values while they quantise.
-        expect_fresh(self._model, fresh, self.clones, self._specs)
-        for name in layout.readable.keys() & set(names):
-            for place in layout.readable[name]:
-                if not same_bits(place.view, place.take(self.bits[name])):
-                    raise errors.TensorMismatchError(
-                        f"{name!r} is not what was loaded", tensor=name
-                    )
-
-    def load_old(self, layout: Layout, names: Collection[str], version: Version) -> None:
-        """Load copies that have the old bits again; a failure poisons the replica."""
-        try:
-            self.load(layout, names)
-            self.read_back(layout, names)
-        except Exception as exc:
-            raise errors.PoisonedError(
-                f"the engine could load neither version {version} nor the old bits: {exc}",
-                version=version,
-            ) from exc
-
-    def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            for here in self._source.names[name]:
-                bits = self.bits[name]
-                yield here, tensor_of(self._specs[name], kernels_for(bits).copy(bits))
-
-
-def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
-    return [(way, g) for way, g in layout.groups if not set(names).isdisjoint(g.names)]
 
 
 def trim_memory() -> None:
