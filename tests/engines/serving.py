@@ -73,6 +73,8 @@ class Server(ABC):
 
     prefix: str
     aborted: str = "abort"
+    late: str = ""
+    """What an engine logs that ends because the machine was slow to start one of its processes."""
     sees_loads: bool = False
 
     def __init__(self, checkpoint: Path, folder: Path, url: str, options: Options) -> None:
@@ -149,6 +151,14 @@ class Server(ABC):
         return 0
 
     def __enter__(self) -> Self:
+        try:
+            return self._start()
+        except RuntimeError:
+            if not self.late or self.late not in self._tail():
+                raise
+        return self._start()
+
+    def _start(self) -> Self:
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,

@@ -21,6 +21,7 @@ EXTENSIONS: Final[Mapping[str, str]] = {
 
 class VllmServer(Server):
     prefix = "/v1/deltachain"
+    late = "DP Coordinator process failed to report ZMQ addresses"
 
     def command(self, checkpoint: Path, options: Options) -> list[str]:
         kind = "plain" if options.plain else "strikes" if options.strikes else "stock"
