@@ -57,11 +57,33 @@ from .spool import Spool
 from .spool_reader import SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
 
+TRIM_THRESHOLD: Final = -1
+MMAP_MAX: Final = -4
+"""Parameters of ``mallopt``, of glibc."""
+
+LARGEST_INT: Final = (1 << 31) - 1
+
+
+def tell_malloc(function: str, *arguments: int) -> None:
+    with suppress(AttributeError, OSError):  # C libraries other than glibc have no such settings
+        getattr(ctypes.CDLL(None), function)(*arguments)
+
 
 def trim_memory() -> None:
-    """Give freed memory back to the system; C libraries other than glibc keep little."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    """Give freed memory back to the system."""
+    tell_malloc("malloc_trim", 0)
+
+
+@contextmanager
+def reusing_memory() -> Iterator[None]:
+    """Keep freed memory for the next tensors: new pages cost more than what is loaded into them."""
+    tell_malloc("mallopt", TRIM_THRESHOLD, LARGEST_INT)
+    tell_malloc("mallopt", MMAP_MAX, 0)
+    try:
+        yield
+    finally:
+        tell_malloc("mallopt", MMAP_MAX, 1 << 16)  # glibc's own values, on 64 bits
+        tell_malloc("mallopt", TRIM_THRESHOLD, 1 << 26)
 
 
 def settle() -> None:
@@ -71,10 +93,14 @@ def settle() -> None:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Synchronise before and after: other streams read old bits before, and new bits after."""
+    """Synchronise before and after: other streams read old bits before, and new bits after.
+
+    Tensors made meanwhile take the memory of freed ones.
+    """
     settle()
     try:
-        yield
+        with reusing_memory():
+            yield
     finally:
         settle()
 
@@ -122,7 +148,8 @@ class Rank:
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
             self._experts = ExpertSlots(model, self._source)
-            self._attached = find_layout(model, self._source, proofs)
+            self._attached, is_kept = find_layout(model, self._source, proofs)
+        self._is_searched = not is_kept  # just now
         trim_memory()  # test loads
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
@@ -265,6 +292,7 @@ class Rank:
             kind = errors.ExpertsMovedError if ticket in self._void else errors.PartialApplyError
             raise kind(f"nothing is staged under ticket {ticket}", version=version)
         self.check_addresses()
+        self._is_searched = False
         is_done = (ticket in self._written) != back
         if is_done and ticket != self._unloaded:
             return 0.0
@@ -381,9 +409,13 @@ class Rank:
     def loads_the_same(self) -> bool:
         """Load every host copy again; return whether that changed no bit and no output.
 
-        Blocks the engine. Afterwards it holds the copies, even if another process had written.
+        Blocks the engine. Afterwards it holds the copies, even if another process had written. A
+        search for the layout ended with just this load, so that the first call loads nothing.
         """
         self.check_experts()
+        if self._is_searched:
+            self._is_searched = False
+            return True
         with settled():
             layers = self._attached.layers
             state = ModelState(self.model, self._source, layers=layers)

@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -302,8 +302,7 @@ def _empty(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def _own_change(patch: pytest.MonkeyPatch) -> None:
-    def judge(seen: _Seen, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
-        del name, changed
+    def judge(seen: _Seen, _name: str, group: LoadGroup, *_: object) -> str:
         seen.left.discard(group.names[0])
         return ""
 
@@ -317,7 +316,14 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
         groups = list(groups)
         load(trial, groups, [n for g in groups for n in g.names] if [*others] else ())
 
+    def at_once(
+        _: Trial, groups: Sequence[LoadGroup], watch: _Seen, before: ModelState
+    ) -> ModelState:
+        watch.look({name: group for group in groups for name in group.names})
+        return before
+
     patch.setattr(Trial, "_load", together)
+    patch.setattr(Trial, "_look_at_each", at_once)
 
 
 def _opaque(patch: pytest.MonkeyPatch) -> None:

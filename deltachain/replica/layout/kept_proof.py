@@ -87,24 +87,26 @@ class Proof(Struct, frozen=True, kw_only=True):
     groups: tuple[_Group, ...]
 
 
-def find_layout(model: EngineModel, source: LoadedCheckpoint, folder: Path | None) -> Layout:
-    """Return the layout of a rank that holds the checkpoint it loaded.
+def find_layout(
+    model: EngineModel, source: LoadedCheckpoint, folder: Path | None
+) -> tuple[Layout, bool]:
+    """Return the layout of a rank that holds the checkpoint it loaded, and whether it is kept.
 
     It is a kept one of ``folder``, proven again, or discovered, and then kept there.
     """
     seen = recorded(model, source)
     if folder is None:
-        return discover(model, source, seen=seen)
+        return discover(model, source, seen=seen), False
     fingerprint = fingerprint_of(model, source, seen)
     proof = read(folder, fingerprint)
     layout = None if proof is None else _proven_again(proof, model, source, seen)
     if layout is not None:
         logger.info("proved the layout of %d tensors again, which was kept", len(layout.classes))
-        return layout
+        return layout, True
     layout = discover(model, source, seen=seen)
     if "refused" not in layout.classes.values():
         keep(folder, proof_of(layout, fingerprint, seen))
-    return layout
+    return layout, False
 
 
 def proof_of(layout: Layout, fingerprint: str, seen: Recorded) -> Proof:

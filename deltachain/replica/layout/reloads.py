@@ -5,7 +5,7 @@ layers, and loading the first bits again must restore them, bit for bit; the sam
 the same. A loader that silently does nothing, or updates only other tensors, fails these tests.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -99,22 +99,22 @@ class Trial:
         """Try groups without common layers together; each by itself if anything fails."""
         layers = [layer for group in self.groups for layer in group.layers]
         in_turn = all(group.layers for group in self.groups) and len(layers) == len(set(layers))
-        # A reload takes all tensors of its layers: what follows there can only follow a single one.
-        alone = [g for g in self.groups if in_turn and len(g.names) == 1 and self.method in RELOADS]
-        tried = self.each([group for group in self.groups if group not in alone])
-        followed = [group for group in self.groups if group.names[0] not in tried.refused]
-        if in_turn:
+        specs = self.state.source.specs
+        is_small = sum(specs[name].nbytes for one in self.groups for name in one.names) <= PART
+        if in_turn and is_small and self.method in RELOADS:
+            # A reload takes all tensors of its layers: one tensor changes at a time meanwhile.
             try:
-                return tried + self._expect_apart(followed, tried.touched, in_turn=True, seen=alone)
+                return self._expect_apart(self.groups, watch=_Seen(self, self.groups), in_turn=True)
             except Exception:  # noqa: BLE001 - a loader may raise anything
-                self._put_back(followed)
-            tried += self.each(alone)
-            followed = [group for group in followed if group.names[0] not in tried.refused]
+                self._put_back(self.groups)
+        tried = self.each(self.groups)
+        followed = [group for group in self.groups if group.names[0] not in tried.refused]
         apart = partial(self._expect_apart, touched=tried.touched)
-        try:
-            return tried + apart(followed)
-        except Exception:  # noqa: BLE001 - a loader may raise anything; now find the group
-            self._put_back(followed)
+        for way in (True, False) if in_turn else (False,):
+            try:
+                return tried + apart(followed, in_turn=way)
+            except Exception:  # noqa: BLE001 - a loader may raise anything; now find the group
+                self._put_back(followed)
         refused: dict[str, str] = {}
         for group in followed:
             refused |= self._attempt([group], apart).refused
@@ -172,39 +172,55 @@ class Trial:
     def _expect_apart(
         self,
         groups: Sequence[LoadGroup],
-        touched: frozenset[str],
+        touched: frozenset[str] = frozenset(),
         *,
         in_turn: bool = False,
-        seen: Sequence[LoadGroup] = (),
+        watch: "_Seen | None" = None,
     ) -> Outcome:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
         A swap loads only changed groups, so any two of them must be separable: each is loaded
         without the other. The result must be the same again whenever the same bits are loaded.
         Tensors in other layers may have been ``touched``. Groups of different layers are loaded
-        ``in_turn``, their other bits and their first, and two of each kind once more; the single
-        tensor of a group is ``seen`` to be followed meanwhile.
+        ``in_turn``, their other bits and their first, and two of each kind once more; ``watch``
+        sees that each single tensor is followed meanwhile.
         """
         if not groups:
             return Outcome()
         others = [name for group in groups for name in group.names]
         rows, columns = crossing(groups) if in_turn else ([groups], [groups])
         self._expect_kept(rows, others, touched)
-        once, watch = self.state.now(), _Seen(self, seen)
-        if seen:
-            watch.look({group.names[0]: group for group in seen})
+        last = self.state.now()
         moved = _displaced(self, others, others)
         few = some_of_each(self.state, self.findings, groups, 2) if in_turn else []
         for some in [few] if in_turn else separating(groups):
             self._load(some, others)
-            once.expect_same()
+            last.expect_same()
         self.write_untouched(other=False)
+        if watch is not None:
+            last = self._look_at_each(groups, watch, last)
         for column in columns:
             if in_turn:
-                once.expect_same(scope_of(column))
+                last.expect_same(scope_of(column))
             self._load(column)
         self.state.expect_same()
-        return watch.outcome() + Outcome(moved=moved)
+        return (watch.outcome() if watch else Outcome()) + Outcome(moved=moved)
+
+    def _look_at_each(
+        self, groups: Sequence[LoadGroup], watch: "_Seen", before: ModelState
+    ) -> ModelState:
+        """Load the first bits of one tensor of each group after another; return the last state.
+
+        All tensors have other bits before, and the last one of each group still has afterwards.
+        """
+        for turn in range(1, max(len(group.names) for group in groups)):
+            left = [group for group in groups if len(group.names) > turn]
+            others = {name for group in groups for name in group.names[turn:] or group.names[-1:]}
+            self._load(left, others)
+            watch.look({group.names[turn - 1]: group for group in left}, others, before)
+            before = self.state.now()
+        watch.look({group.names[-1]: group for group in groups})
+        return before
 
     def _expect_kept(
         self, rows: Sequence[Sequence[LoadGroup]], others: Sequence[str], touched: frozenset[str]
@@ -263,27 +279,37 @@ class _Seen:
     """A record of the changes that loading other bits of each tensor alone causes."""
 
     def __init__(self, trial: Trial, groups: Iterable[LoadGroup]) -> None:
-        self.trial, self.state = trial, trial.state
+        self.trial = trial
         self.left = {group.names[0] for group in groups}
         self.touched, self.idle, self.moved = set[str](), set[str](), set[str]()
         self.beside: dict[str, tuple[LoadGroup, frozenset[str]]] = {}
         self.followed: dict[LoadGroup, frozenset[str]] = {}
 
-    def look(self, picked: Mapping[str, LoadGroup]) -> None:
-        """Judge the tensors just loaded with other bits, one of each group."""
-        changed = self.state.changed()
+    def look(
+        self,
+        picked: Mapping[str, LoadGroup],
+        others: Collection[str] = (),
+        before: ModelState | None = None,
+    ) -> None:
+        """Judge the tensors just loaded with bits other than before, one of each group.
+
+        ``others`` have other bits than at first; by default the picked ones do, and no more.
+        """
+        before, others = before or self.trial.state, others or picked
+        changed = before.changed()
         self.touched |= changed
         for name, group in picked.items():
             if not self.trial.findings.placements[name]:  # it may be stored at unrecorded places
-                self.moved |= _displaced(self.trial, group.names, picked)
-            why = self._judge(name, group, changed)
+                self.moved |= _displaced(self.trial, group.names, others)
+            why = self._judge(name, group, changed, before)
             if why:
                 raise TensorMismatchError(why, tensor=name)
-        self._expect_followed(picked, changed)
+        self._expect_followed(picked, changed, before)
 
-    def _expect_followed(self, picked: Mapping[str, LoadGroup], changed: frozenset[str]) -> None:
+    def _expect_followed(
+        self, picked: Mapping[str, LoadGroup], changed: frozenset[str], state: ModelState
+    ) -> None:
         """Refuse loads that change members of another layer, but not its output."""
-        state = self.state
         mine = frozenset().union(*(group.layers for group in picked.values()))
         beside = {state.owner[name] for name in changed if name in state.owner} - mine
         beside &= state.outputs.keys() & state.processed
@@ -294,13 +320,15 @@ class _Seen:
                 f"{layer} does not change with {min(picked)}", tensor=min(picked)
             )
 
-    def _judge(self, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
+    def _judge(
+        self, name: str, group: LoadGroup, changed: frozenset[str], state: ModelState
+    ) -> str:
         """Return why a tensor is not followed; empty if it is, or if other tests must show it.
 
         A tensor that changes nothing stays in its group: it may act only together with others, or
         be overwritten by one of them. That does not apply to a loader alone.
         """
-        state, trial = self.state, self.trial
+        trial = self.trial
         layers = group.layers or frozenset(state.modules)
         live = {n for n in changed if n in state.owner and state.owner[n] in layers}
         holders = [state.memory.overlapping(state.tensors[n]) for n in live]
