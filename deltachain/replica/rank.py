@@ -291,8 +291,8 @@ class Rank:
         if staged is None:
             kind = errors.ExpertsMovedError if ticket in self._void else errors.PartialApplyError
             raise kind(f"nothing is staged under ticket {ticket}", version=version)
-        self.check_addresses()
         self._is_searched = False
+        self.check_addresses()
         is_done = (ticket in self._written) != back
         if is_done and ticket != self._unloaded:
             return 0.0

@@ -46,7 +46,8 @@ def repack(
     aliases = {one: dict(one._buffers) for one in raw}
     beside = Members(affected(model, chosen) - chosen)
     for layer in raw:
-        _make_raw(layer)
+        shared = {n: of for (one, n), of in tied.items() if one is layer and of[0] is not layer}
+        _make_raw(layer, {n: first._parameters[called] for n, (first, called) in shared.items()})
     for (layer, name), (first, called) in tied.items():
         layer._parameters[name] = first._parameters[called]
     for view in views:
@@ -138,12 +139,13 @@ def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
             yield found[0]
 
 
-def _make_raw(layer: nn.Module) -> None:
-    """Give a layer its original tensors, all zeros except buffers and its bias."""
+def _make_raw(layer: nn.Module, shared: Mapping[str, nn.Parameter | None]) -> None:
+    """Give a layer its original tensors, all zeros except buffers, its bias and ``shared`` ones."""
     reload = compat.layerwise()
     info = reload.get_layerwise_info(layer)
     buffers = dict(layer._buffers)
     reload.restore_layer_on_meta(layer, info)
+    layer._parameters.update(shared)
     on_meta = [name for name, t in reload.get_layer_tensors(layer).items() if t.is_meta]
     reload.materialize_layer(layer, info)
     for name in on_meta:
