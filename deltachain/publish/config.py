@@ -87,11 +87,12 @@ class PublishConfig:
     ``repo--modeling.Class``), which runs when a follower's folder is loaded. By default, such
     entries are removed, with a warning."""
 
-    snapshot: Literal["host", "device"] | None = None
+    snapshot: Literal["host", "device", "disk"] | None = None
     """Memory of the last published bits of weights on a device: pinned on the host, from where they
     are copied to the device for each diff, or on the device. By default the device if that leaves
     half of its memory free, and room for an optimizer's first step; which one is logged. Weights on
-    the host are compared in place."""
+    the host are compared in place. ``disk`` keeps the bits of all weights in a file in ``TMPDIR``,
+    for hosts without the memory; each diff reads it."""
 
     anchor_factor: float = ANCHOR_FACTOR
     """Size of a newcomer's plan, in anchors, above which another anchor is added. Anchors and
