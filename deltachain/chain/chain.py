@@ -119,7 +119,7 @@ class Chain:
             trust: Keys that sign and check documents; those of a reader's environment if ``None``.
 
         Raises:
-            ObjectNotFoundError: The store has no chain yet.
+            NoChainError: The store has no chain yet.
             FormatError: A document is damaged, or needs a newer deltachain.
             SignatureError: No trusted key signed the chain.
         """

@@ -20,6 +20,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
+from deltachain.checkpoint import HELD_FILE
 from deltachain.metrics import Figure, figures, info, phases
 from deltachain.redact import redacted_url
 from deltachain.setting_types import fields_of, names_checked, whole
@@ -28,7 +29,7 @@ from deltachain.store import Location, Store, open_store
 from deltachain.subscribe import history
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch_around import UsablePlans, fetch_around, looking_ahead
-from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, Looked, Round, repeat
+from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, NOT_BEGUN, Looked, Round, repeat
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -318,7 +319,7 @@ class Subscriber(Closeable):
         """Open the chain, bind the target to it, and find the version it holds; idempotent.
 
         Raises:
-            ObjectNotFoundError: The store has no chain yet.
+            NoChainError: The store has no chain yet.
             SignatureError: No trusted key signed the chain.
             TensorMismatchError: The target is not the model of the chain.
         """
@@ -328,7 +329,17 @@ class Subscriber(Closeable):
         return self._chain
 
     def _open(self) -> Chain:
-        chain = Chain.open(self.store, self.config.trust())
+        try:
+            chain = Chain.open(self.store, self.config.trust())
+        except errors.NoChainError as exc:
+            target = self.target
+            if isinstance(target, FolderTarget) and (target.folder / HELD_FILE).exists():
+                raise errors.ObjectNotFoundError(
+                    f"{self.store.url} has no chain, and {target.folder} holds a version of one",
+                    key=exc.key,
+                    hint="check the URL; if the folder's chain was there, restore it",
+                ) from None
+            raise
         bind(self.target, chain)
         self._held = history.identify(chain, self.target, verify=self.config.verify_at_start)
         self.times.looked()
@@ -592,6 +603,8 @@ class Subscriber(Closeable):
                 raise
             except errors.DeltaChainError as exc:
                 trouble = exc  # raised after the receipt: its version was applied
+                if isinstance(exc, NOT_BEGUN):
+                    self.times.looked()
             if receipt is not None:
                 yield receipt
             if trouble is not None:

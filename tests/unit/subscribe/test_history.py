@@ -333,6 +333,15 @@ def test_a_chain_that_is_gone_is_said_to_be(run: Run, subscriber: Subscriber) ->
     assert subscriber.version == 2
 
 
+def test_a_folder_of_a_chain_that_is_gone_waits_for_no_first_version(run: Run) -> None:
+    run.publish(1)
+    run.join(run.mirror).close()
+    put_back(run.store, {})
+    with pytest.raises(errors.ObjectNotFoundError, match="holds a version of one") as caught:
+        run.join(run.mirror)
+    assert not isinstance(caught.value, errors.NoChainError)
+
+
 # Another chain
 
 
