@@ -288,7 +288,9 @@ class Subscriber(Closeable):
 
     Args:
         config: Settings, or the URL or the folder alone.
-        target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`.
+        target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`. A
+            dict has all tensors of the chain, in its shapes and dtypes, and is written in place,
+            but not between two receipts of ``follow``.
         store: The store; opened from the URL if ``None``.
 
     Examples:
@@ -575,6 +577,7 @@ class Subscriber(Closeable):
     ) -> Iterator[ApplyReceipt]:
         """Apply versions as they are committed, and recover from failures.
 
+        A target without a version begins at the head; for all versions, call ``update(0)`` first.
         An unavailable store, a corrupt or missing object and a target that was modified externally
         are logged once and retried with back-off, from nothing if the target's state is unknown.
         Errors that need an operator are raised: a fork, another model, a newer format.
