@@ -11,6 +11,7 @@ from deltachain.chain.chain import Committed
 from deltachain.errors import (
     ChainMismatchError,
     DeltaChainError,
+    NoVersionError,
     PartialApplyError,
     StoreError,
     TensorMismatchError,
@@ -77,6 +78,8 @@ def test_a_trainer_that_comes_later_is_waited_for(
 
     def commit() -> None:
         assert follower.times.looked_at  # an answer, and no silence
+        with pytest.raises(NoVersionError, match="wait for the publisher's first commit"):
+            follower.update()
         for key, data in hidden.items():
             run.store.put(key, data)
 

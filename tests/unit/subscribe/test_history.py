@@ -316,15 +316,6 @@ def test_a_missing_manifest_is_named(run: Run, subscriber: Subscriber) -> None:
             subscriber.update()
 
 
-def test_a_chain_without_versions_is_waited_for(run: Run) -> None:
-    run.publish(1)
-    for info in list(run.store.list("manifests/")):
-        run.store.delete(info.key)
-    with pytest.raises(errors.ChainError, match="no version yet") as caught:
-        run.join(run.zeros)
-    assert "wait" in caught.value.hint
-
-
 def test_a_chain_that_is_gone_is_said_to_be(run: Run, subscriber: Subscriber) -> None:
     put_back(run.store, {})
     for version in (None, 3):
