@@ -194,10 +194,13 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return _around(subscriber, exc)  # a plan may lead to a later version
     except (errors.ChainError, errors.BaseMismatchError):
         there = subscriber.version
-        was_rolled_back = subscriber.pinned and not subscriber.poisoned
-        if not was_rolled_back and (there is None or there <= held.version):
+        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
             raise
         return None  # rolled back or applied by another thread meanwhile
+
+
+def _was_rolled_back(subscriber: Subscriber) -> bool:
+    return subscriber.pinned and not subscriber.poisoned
 
 
 class Group(Protocol):
