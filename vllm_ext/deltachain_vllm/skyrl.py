@@ -50,13 +50,10 @@ class DeltaChainSender(SkyrlTrainerCapabilities, DeltaChainTrainer):  # type: ig
         super().send_weights()
 
 
-class _Publishing:
-    """A base, so that a worker's process imports this module, which registers the sender."""
-
-
 def publishing(worker: type) -> Any:
     """Return an actor class of Ray, with a GPU each, of a policy worker of SkyRL that publishes."""
-    return ray.remote(num_gpus=1)(type(worker.__name__, (_Publishing, worker), {}))
+    members = {"sender": DeltaChainSender}  # so that each of its processes imports this module
+    return ray.remote(num_gpus=1)(type(worker.__name__, (worker,), members))
 
 
 WeightTransferTrainerFactory.register_engine(theirs.DELTA_BACKEND, DeltaChainSender)
