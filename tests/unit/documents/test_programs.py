@@ -5,10 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Queue
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -334,32 +332,6 @@ def test_a_transfer_is_attached(run: Any) -> None:
     trainer, transfer = namespace["trainer"], namespace["transfer"]
     assert trainer.weight_transfer is transfer
     assert trainer.callback_handler.callbacks == [transfer]
-
-
-def test_an_engine_loads_what_a_trainer_yields(run: Any) -> None:
-    weights, loaded = dict(tiny().state_dict()), Queue[Any]()
-
-    def load_weights(items: Any) -> None:
-        tensors = dict(items)
-        loaded.put(bits_of(tensors))
-        if tensors["1.bias"].isnan().any():
-            raise EOFError("the last version")
-
-    def trains() -> None:
-        if not following:
-            engine = SimpleNamespace(load_weights=load_weights)
-            following.append(pool.submit(lambda: run("docs/frameworks.md:4", engine=engine)))
-        assert same(loaded.get(timeout=60), bits_of(weights))
-        weights["0.weight"][0, len(steps)] *= -1
-        steps.append(weights["1.bias"].mul_(torch.nan if len(steps) == 3 else 1))
-
-    following, steps = list[Any](), list[Any]()
-    with ThreadPoolExecutor(1) as pool:
-        trainer = SimpleNamespace(tensors=weights.items, step=trains)
-        run("docs/frameworks.md:3", {"1000": "4"}, trainer=trainer)
-        with pytest.raises(EOFError):
-            following[0].result()
-    assert same(loaded.get(timeout=60), bits_of(weights))
 
 
 def test_an_export_is_published(run: Any, tmp_path: Path) -> None:
