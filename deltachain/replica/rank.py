@@ -57,11 +57,11 @@ from .spool import Spool
 from .spool_reader import SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
 
-TRIM_THRESHOLD: Final = -1
-MMAP_MAX: Final = -4
-"""Parameters of ``mallopt``, of glibc."""
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``."""
 
-LARGEST_INT: Final = (1 << 31) - 1
+MAPPED: Final = 32 << 20
+"""Bytes of memory that is mapped by itself, and given back when it is freed: glibc's maximum."""
 
 
 def tell_malloc(function: str, *arguments: int) -> None:
@@ -77,13 +77,12 @@ def trim_memory() -> None:
 @contextmanager
 def reusing_memory() -> Iterator[None]:
     """Keep freed memory for the next tensors: new pages cost more than what is loaded into them."""
-    tell_malloc("mallopt", TRIM_THRESHOLD, LARGEST_INT)
-    tell_malloc("mallopt", MMAP_MAX, 0)
+    tell_malloc("mallopt", MMAP_THRESHOLD, MAPPED)
+    tell_malloc("mallopt", TRIM_THRESHOLD, (1 << 31) - 1)
     try:
         yield
     finally:
-        tell_malloc("mallopt", MMAP_MAX, 1 << 16)  # glibc's own values, on 64 bits
-        tell_malloc("mallopt", TRIM_THRESHOLD, 1 << 26)
+        tell_malloc("mallopt", TRIM_THRESHOLD, 2 * MAPPED)
 
 
 def settle() -> None:
