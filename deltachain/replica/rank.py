@@ -4,7 +4,6 @@ A rank decides nothing. The leader names the plan to stage, the rank replies wit
 bits, and writes them on request. A *ticket*, a number chosen by the leader, identifies each stage.
 """
 
-import ctypes
 import logging
 import os
 import socket
@@ -12,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock, get_ident
@@ -38,6 +37,7 @@ from .batches import Stager
 from .device_staging import DeviceStager
 from .engine import EngineModel
 from .fetcher import fill, folder_id, sees_probe
+from .freed_memory import reusing_memory, trim_memory
 from .host_copies import HostCopies
 from .host_staging import HostStager
 from .layout.classes import ON_HOST, Classified, TensorClass
@@ -56,33 +56,6 @@ from .settings import RankSettings
 from .spool import Spool
 from .spool_reader import SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
-
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt``."""
-
-MAPPED: Final = 32 << 20
-"""Bytes of memory that is mapped by itself, and given back when it is freed: glibc's maximum."""
-
-
-def tell_malloc(function: str, *arguments: int) -> None:
-    with suppress(AttributeError, OSError):  # C libraries other than glibc have no such settings
-        getattr(ctypes.CDLL(None), function)(*arguments)
-
-
-def trim_memory() -> None:
-    """Give freed memory back to the system."""
-    tell_malloc("malloc_trim", 0)
-
-
-@contextmanager
-def reusing_memory() -> Iterator[None]:
-    """Keep freed memory for the next tensors: new pages cost more than what is loaded into them."""
-    tell_malloc("mallopt", MMAP_THRESHOLD, MAPPED)
-    tell_malloc("mallopt", TRIM_THRESHOLD, (1 << 31) - 1)
-    try:
-        yield
-    finally:
-        tell_malloc("mallopt", TRIM_THRESHOLD, 2 * MAPPED)
 
 
 def settle() -> None:

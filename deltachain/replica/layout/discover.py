@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.freed_memory import trim_memory
 from deltachain.replica.placements import Placement
 
 from .classes import ON_HOST, Classified, Form, TensorClass
@@ -148,6 +149,7 @@ def _decide(
     findings = try_loading(state, findings)
     # Which live tensors are derived, and from what? Their sources must be reloaded.
     findings = find_derived(state, findings)
+    trim_memory()
     # Which of the remaining tensors does a reload of whole layers update exactly? Refuse the rest.
     findings = try_reloading(state, findings)
     return decide_remaining(findings)
