@@ -56,7 +56,8 @@ class Headed:
 
     def __init__(self, folder: Path) -> None:
         self._trainer, self._folder, self.head = Trainer(folder, family=PLAIN[ENGINE]), folder, 0
-        self.url, self.base = (folder / "with_heads").as_uri(), self._pushed(0)
+        self.url = (folder / "with_heads").as_uri()
+        self.base = self._pushed(0)
 
     def __enter__(self) -> "Headed":
         return self
@@ -167,9 +168,9 @@ def all_at_once(replica: Replica) -> None:
     sleeps(replica, "12")
 
 
-def tells_draft(replica: Replica) -> None:
+def tells_draft(replica: Replica, does: str) -> None:
     drafts = [rank["draft"] for rank in replica.server.status()["ranks"]]
-    assert all(draft.endswith(" keeps its weights") for draft in drafts), drafts
+    assert all(draft.endswith(f" {does}") for draft in drafts), drafts
 
 
 def balanced(option: str, each: str, size: int, local: int, **more: Any) -> Mode:
@@ -217,11 +218,11 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "drafts: MTP head in the chain": Mode(
             arguments=speculating(method="mtp", num_speculative_tokens=1),
             make=Headed,
-            act=tells_draft,
+            act=partial(tells_draft, does="follows the chain"),
         ),
         "drafts: a model": Mode(
             arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
-            act=tells_draft,
+            act=partial(tells_draft, does="keeps its weights"),
         ),
         "LoRA, own extension, sleep levels 1 and 2": Mode(arguments=LORA, act=all_at_once),
         "extension, no subclass": Mode(arguments=("--worker-extension-cls", "string.Formatter")),
