@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,6 +95,7 @@ class Mode:
     last: int | None = None  # number of the rank that is killed, if not that of tp and dp
     plain: bool = True  # linears as on an accelerator
     fresh: str = ""  # what is compared with a fresh load: "tokens", "bits"; else a judge knows
+    program: str = ""  # module that is run in place of the server's, with its arguments
     act: Callable[[Replica], None] = lambda _: None
 
     @property
@@ -224,6 +226,13 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
             act=partial(tells_draft, does="keeps its weights"),
         ),
+        "`--enable-eplb`": Mode(
+            tp=2, make=MOE, arguments=("--enable-expert-parallel", "--enable-eplb")
+        ),
+        "`--distributed-executor-backend ray`": Mode(
+            arguments=("--distributed-executor-backend", "ray")
+        ),
+        "`AsyncLLM` in process": Mode(program="tests.engines.vllm.in_process"),
         "LoRA, own extension, sleep levels 1 and 2": Mode(arguments=LORA, act=all_at_once),
         "extension, no subclass": Mode(arguments=("--worker-extension-cls", "string.Formatter")),
         "`--quantization fp8_per_channel`": Mode(
@@ -288,6 +297,10 @@ class Trying:
         }
         self.options = options
         server = start(self.trainer.base, folder, self.trainer.url, **options)
+        if mode.program:
+            command = server._command
+            rest = command[command.index("-m") + 2 if "-m" in command else 1 :]
+            server._command = [sys.executable, "-m", mode.program, *rest]
         rank = mode.tp * mode.dp - 1 if mode.last is None else mode.last
         return Replica(self.trainer, server, mode.tp, order, rank)
 

@@ -38,7 +38,7 @@ class WithHeads(nn.Module):
         """Hide from the heads what they share with the model."""
         held = [
             (module._modules, name, child)
-            for module in self._modules["draft"].modules()
+            for module in self.get_submodule("draft").modules()
             for name, child in module._modules.items()
             if child in self._shared
         ]
