@@ -229,9 +229,6 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "`--enable-eplb`": Mode(
             tp=2, make=MOE, arguments=("--enable-expert-parallel", "--enable-eplb")
         ),
-        "`--distributed-executor-backend ray`": Mode(
-            arguments=("--distributed-executor-backend", "ray")
-        ),
         "`AsyncLLM` in process": Mode(program="tests.engines.vllm.in_process"),
         "LoRA, own extension, sleep levels 1 and 2": Mode(arguments=LORA, act=all_at_once),
         "extension, no subclass": Mode(arguments=("--worker-extension-cls", "string.Formatter")),
@@ -413,7 +410,9 @@ def words(folder: Path, error: BaseException) -> str:
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
     logs = re.sub(r".* WARNING .*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
-    theirs = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .*|error: .*|assert .*)", logs)
+    theirs = re.findall(
+        r"((?:\w+\.)*\w*(?:Error|Exception): .*|\b(?:Value )?error[:,] [^[\n]*|assert .*)", logs
+    )
     if not (str(error).startswith("the server ended") and (ours or theirs)):
         return f"WRONG: {str(error) or repr(error)}"
     return f"refused: {ours[-1]}" if ours else f"{ENGINE}: {theirs[-1]}"
