@@ -48,6 +48,7 @@ VERSIONS: Final = 3
 COLUMNS: Final = ("follow", "rollback", "kill -9, restart", "push", "wrong tokens")
 KEPT: Final = ROOT / "modes" / ENGINE
 README: Final = ROOT / f"{ENGINE}_ext" / "README.md"
+DEAD: Final = "EngineDeadError"
 LONGEST: Final = 180
 """Characters of what an engine says in a table."""
 
@@ -263,6 +264,7 @@ class Trying:
     def __init__(self, mode: Mode, trainer: Any, folder: Path) -> None:
         self.mode, self.trainer, self.folder, self.tokens = mode, trainer, folder, 0
         self.said: dict[int, object] = {}
+        self.kills = False
         if "ADAPTER" in str(mode.arguments):
             adapter(trainer.base, folder / "adapter")
         values = {"PORT": str(free_port()), "BASE": str(trainer.base)}
@@ -313,7 +315,12 @@ class Trying:
             with ThreadPoolExecutor() as pool:
                 servers = [replica.server for replica in self.replicas]
                 list(pool.map(stack.enter_context, servers))
-            yield
+            try:
+                yield
+            except AssertionError as exc:
+                if not self.kills and any(DEAD in one.log() for one in servers):
+                    raise RuntimeError("the server ended") from exc
+                raise
 
     def shown(self, server: Server) -> object:
         return server.checksums() if self.mode.fresh == "bits" else answers(server, 8)
@@ -359,6 +366,7 @@ class Trying:
 
     def kill(self) -> None:
         """Kill a rank in a swap; what is still said until its server ends is of one version."""
+        self.kills = True
         strikes.order(self.last.strikes, "write", rank=self.last.last, kill=True)
         self.trainer.step()
         until = time.monotonic() + 120
@@ -410,7 +418,8 @@ def words(folder: Path, error: BaseException) -> str:
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
     logs = re.sub(r".* WARNING .*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
-    theirs = re.findall(
+    raised = re.findall(r"\(Worker\S* .*, in (\w+)\n.* raise .*\n.*\] (\w+Error.*)", logs)
+    theirs = [f"{error} in {where}" for where, error in raised[:1]] or re.findall(
         r"((?:\w+\.)*\w*(?:Error|Exception): .*|\b(?:Value )?error[:,] [^[\n]*|assert .*)", logs
     )
     if not (str(error).startswith("the server ended") and (ours or theirs)):

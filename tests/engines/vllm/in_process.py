@@ -5,6 +5,7 @@ It generates for others by routes like vLLM's own, as a framework with a trainer
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import uuid
@@ -44,6 +45,7 @@ def main(url: str, port: int, arguments: list[str]) -> None:
 
     from deltachain.control.routes import probes, router  # noqa: PLC0415
 
+    logging.basicConfig(level=logging.INFO, format="[%(levelname)s] deltachain: %(message)s")
     app = FastAPI(lifespan=lifespan)
     app.include_router(router, prefix="/v1/deltachain")
     app.include_router(probes)
