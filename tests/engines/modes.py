@@ -317,7 +317,7 @@ class Trying:
                 list(pool.map(stack.enter_context, servers))
             try:
                 yield
-            except AssertionError as exc:
+            except (Exception, pytest.fail.Exception) as exc:
                 if not self.kills and any(DEAD in one.log() for one in servers):
                     raise RuntimeError("the server ended") from exc
                 raise
