@@ -373,8 +373,8 @@ class Trying:
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
             time.sleep(0.1)
-        if not self.mode.fresh:
-            for answer in self.last.last_words([5, 6, 7]):
+        for answer in self.last.last_words([5, 6, 7]):
+            if not self.mode.fresh:
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))
         assert not self.last.server.alive or self.last.server.readiness() <= {503}
