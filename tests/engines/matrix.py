@@ -140,9 +140,11 @@ def examine(
     plain: bool = True,
     plain_experts: bool = False,
     versions: int = 1,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """The row of one rank, as JSON; every rank of a group must call this."""
     how = {"tp": tp, "rank": rank, "plain_linears": plain, "plain_experts": plain_experts}
+    how |= arguments
     with tempfile.TemporaryDirectory() as scratch:
         return asdict(_compare(family, Path(scratch), how, versions))
 
@@ -189,17 +191,17 @@ def _compare(family: str, scratch: Path, how: Any, versions: int) -> Row:
             spool = spool_of(scratch / f"spool-{version}", deltas(specs, before, after))
             mine.stage(version, spool.folder, 1 << 30)
             if version == 1:
-                held[0] |= computed(known, model)
+                held[0] |= computed(known)
             mine.swap(version, version, back=False)
-            held.append(copied(live(model)) | computed(known, model))
+            held.append(copied(live(model)) | computed(known))
             digest &= has_digest(mine, specs, agreement, after, tp)
         mine.swap(versions, versions - 1, back=True)
-        undone_wrong = differences(held[-2], copied(live(model)) | computed(known, model))
+        undone_wrong = differences(held[-2], copied(live(model)) | computed(known))
         del mine
     wrong = []
     for version in range(1, versions + 1):
         with engine.load_in_context(folders[version], **how) as (config, model):
-            fresh = copied(live(model)) | computed(engine.known(config, model), model)
+            fresh = copied(live(model)) | computed(engine.known(config, model))
         wrong += [f"version {version}: {name}" for name in differences(fresh, held[version])]
     pairs = enumerate(pairwise(held[1:]), 2)
     return _row(
@@ -224,9 +226,9 @@ def attached(mine: Rank, specs: Mapping[str, TensorSpec], number: int, tp: int) 
     return agreement
 
 
-def computed(known: EngineModel, model: nn.Module) -> dict[str, Tensor]:
-    layers = frozenset(name for name, _ in model.named_modules())
-    return {f"{name}()": output for name, output in copied(known.compute(layers)).items()}
+def computed(known: EngineModel) -> dict[str, Tensor]:
+    outputs = known.compute(frozenset(known.modules()))
+    return {f"{name}()": output for name, output in copied(outputs).items()}
 
 
 def engine_fresh() -> ModuleType:

@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +48,7 @@ VERSIONS: Final = 3
 COLUMNS: Final = ("follow", "rollback", "kill -9, restart", "push", "wrong tokens")
 KEPT: Final = ROOT / "modes" / ENGINE
 README: Final = ROOT / f"{ENGINE}_ext" / "README.md"
+DEAD: Final = "EngineDeadError"
 LONGEST: Final = 180
 """Characters of what an engine says in a table."""
 
@@ -56,7 +58,8 @@ class Headed:
 
     def __init__(self, folder: Path) -> None:
         self._trainer, self._folder, self.head = Trainer(folder, family=PLAIN[ENGINE]), folder, 0
-        self.url, self.base = (folder / "with_heads").as_uri(), self._pushed(0)
+        self.url = (folder / "with_heads").as_uri()
+        self.base = self._pushed(0)
 
     def __enter__(self) -> "Headed":
         return self
@@ -93,6 +96,7 @@ class Mode:
     last: int | None = None  # number of the rank that is killed, if not that of tp and dp
     plain: bool = True  # linears as on an accelerator
     fresh: str = ""  # what is compared with a fresh load: "tokens", "bits"; else a judge knows
+    program: str = ""  # module that is run in place of the server's, with its arguments
     act: Callable[[Replica], None] = lambda _: None
 
     @property
@@ -167,9 +171,9 @@ def all_at_once(replica: Replica) -> None:
     sleeps(replica, "12")
 
 
-def tells_draft(replica: Replica) -> None:
+def tells_draft(replica: Replica, does: str) -> None:
     drafts = [rank["draft"] for rank in replica.server.status()["ranks"]]
-    assert all(draft.endswith(" keeps its weights") for draft in drafts), drafts
+    assert all(draft.endswith(f" {does}") for draft in drafts), drafts
 
 
 def balanced(option: str, each: str, size: int, local: int, **more: Any) -> Mode:
@@ -217,12 +221,16 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "drafts: MTP head in the chain": Mode(
             arguments=speculating(method="mtp", num_speculative_tokens=1),
             make=Headed,
-            act=tells_draft,
+            act=partial(tells_draft, does="follows the chain"),
         ),
         "drafts: a model": Mode(
             arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
-            act=tells_draft,
+            act=partial(tells_draft, does="keeps its weights"),
         ),
+        "`--enable-eplb`": Mode(
+            tp=2, make=MOE, arguments=("--enable-expert-parallel", "--enable-eplb")
+        ),
+        "`AsyncLLM` in process": Mode(program="tests.engines.vllm.in_process"),
         "LoRA, own extension, sleep levels 1 and 2": Mode(arguments=LORA, act=all_at_once),
         "extension, no subclass": Mode(arguments=("--worker-extension-cls", "string.Formatter")),
         "`--quantization fp8_per_channel`": Mode(
@@ -256,6 +264,7 @@ class Trying:
     def __init__(self, mode: Mode, trainer: Any, folder: Path) -> None:
         self.mode, self.trainer, self.folder, self.tokens = mode, trainer, folder, 0
         self.said: dict[int, object] = {}
+        self.kills = False
         if "ADAPTER" in str(mode.arguments):
             adapter(trainer.base, folder / "adapter")
         values = {"PORT": str(free_port()), "BASE": str(trainer.base)}
@@ -287,6 +296,10 @@ class Trying:
         }
         self.options = options
         server = start(self.trainer.base, folder, self.trainer.url, **options)
+        if mode.program:
+            command = server._command
+            rest = command[command.index("-m") + 2 if "-m" in command else 1 :]
+            server._command = [sys.executable, "-m", mode.program, *rest]
         rank = mode.tp * mode.dp - 1 if mode.last is None else mode.last
         return Replica(self.trainer, server, mode.tp, order, rank)
 
@@ -302,7 +315,12 @@ class Trying:
             with ThreadPoolExecutor() as pool:
                 servers = [replica.server for replica in self.replicas]
                 list(pool.map(stack.enter_context, servers))
-            yield
+            try:
+                yield
+            except (Exception, pytest.fail.Exception) as exc:
+                if not self.kills and any(DEAD in one.log() for one in servers):
+                    raise RuntimeError("the server ended") from exc
+                raise
 
     def shown(self, server: Server) -> object:
         return server.checksums() if self.mode.fresh == "bits" else answers(server, 8)
@@ -348,14 +366,15 @@ class Trying:
 
     def kill(self) -> None:
         """Kill a rank in a swap; what is still said until its server ends is of one version."""
+        self.kills = True
         strikes.order(self.last.strikes, "write", rank=self.last.last, kill=True)
         self.trainer.step()
         until = time.monotonic() + 120
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
             time.sleep(0.1)
-        if not self.mode.fresh:
-            for answer in self.last.last_words([5, 6, 7]):
+        for answer in self.last.last_words([5, 6, 7]):
+            if not self.mode.fresh:
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))
         assert not self.last.server.alive or self.last.server.readiness() <= {503}
@@ -399,7 +418,10 @@ def words(folder: Path, error: BaseException) -> str:
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
     logs = re.sub(r".* WARNING .*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
-    theirs = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .*|error: .*|assert .*)", logs)
+    raised = re.findall(r"\(Worker\S* .*, in (\w+)\n.* raise .*\n.*\] (\w+Error.*)", logs)
+    theirs = [f"{error} in {where}" for where, error in raised[:1]] or re.findall(
+        r"((?:\w+\.)*\w*(?:Error|Exception): .*|\b(?:Value )?error[:,] [^[\n]*|assert .*)", logs
+    )
     if not (str(error).startswith("the server ended") and (ours or theirs)):
         return f"WRONG: {str(error) or repr(error)}"
     return f"refused: {ours[-1]}" if ours else f"{ENGINE}: {theirs[-1]}"

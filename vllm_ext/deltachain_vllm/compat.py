@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any, Final
 
@@ -97,6 +98,32 @@ def check_experts(config: Any, *, has_map: bool = True) -> None:
                 "this engine moves experts (--enable-eplb), and its worker has no map of them",
                 hint="start it without --enable-eplb",
             )
+
+
+_SOME: Final = "vllm.model_executor.model_loader.mtp_validation"
+
+
+def has_heads(config: Any) -> bool:
+    """Return whether an engine drafts with heads of its model's checkpoint, whose places are known.
+
+    The map of experts that move is the model's alone.
+    """
+    found = getattr(config, "speculative_config", None)
+    draft = getattr(found, "draft_model_config", None)
+    return (
+        getattr(found, "method", "") == "mtp"
+        and getattr(draft, "model", "") == config.model_config.model
+        and not getattr(config.parallel_config, "enable_eplb", False)
+        and find_spec(_SOME) is not None
+    )
+
+
+def some_heads() -> AbstractContextManager[None]:
+    """Return a context in which heads may load some of their tensors without the others."""
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+    found: AbstractContextManager[None] = disable_mtp_completeness_check()
+    return found
 
 
 _HOOKED: Final = "deltachain_hooked"

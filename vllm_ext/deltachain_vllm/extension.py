@@ -13,7 +13,7 @@ from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rank import RankService, RankServices
 from deltachain.replica.settings import RankSettings
 
-from .compat import rank_of
+from .compat import has_heads, rank_of
 from .model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
@@ -52,8 +52,8 @@ class WorkerExtension:
             is_open = bool(getattr(self, "_weight_update_active", False))
             reply = msgspec.structs.replace(reply, in_update_session=is_open)
         if draft is not None:
-            kept = f"{type(draft).__name__} keeps its weights"
-            reply = msgspec.structs.replace(reply, draft=kept)
+            does = "follows the chain" if has_heads(worker.vllm_config) else "keeps its weights"
+            reply = msgspec.structs.replace(reply, draft=f"{type(draft).__name__} {does}")
         return encode_reply(reply)
 
     def deltachain_settle(self) -> None:

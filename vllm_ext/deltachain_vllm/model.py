@@ -19,6 +19,7 @@ from deltachain.replica.layout.module_members import Members, storage_id, tensor
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat, moving_experts
+from .heads import WithHeads
 from .layer_outputs import compared, computed, is_compared, taken_over
 from .repacking import address_of, loaded_apart, repack
 from .scales import owned, uncaptured
@@ -104,7 +105,7 @@ def checkpoint_of(config: VllmConfig) -> Path:
 
 
 class VllmModel:
-    """A worker's model as an ``EngineModel``; nothing is loaded into its draft.
+    """A worker's model as an ``EngineModel``; nothing is loaded into a draft, except its heads.
 
     Args:
         model: The model.
@@ -124,7 +125,10 @@ class VllmModel:
         self.model = model
         self.config = config
         self.draft = draft
-        self._balancer = balancer
+        self._balancer, self._loaded = balancer, {"": model}
+        if draft is not None and compat.has_heads(config):
+            self.model, self.draft = WithHeads(model, draft), None
+            self._loaded["draft."] = draft
 
     @property
     def checkpoint(self) -> Path:
@@ -225,8 +229,9 @@ class VllmModel:
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """Return tensors created by running, without a draft model's, which are unknown."""
-        return made_by_running(self.model)
+        """Return tensors created by running, without those of a draft that keeps its weights."""
+        loaded = self._loaded.items()
+        return frozenset(prefix + name for prefix, one in loaded for name in made_by_running(one))
 
     def is_plain(self, layer: str) -> bool:
         found = self.model.get_submodule(layer)

@@ -104,6 +104,15 @@ TABLE: Final = CapabilityTable(
             ),
         ),
         Capability(
+            "updates heads that draft",
+            names("vllm.config:SpeculativeConfig.", "method draft_model_config")
+            + names(
+                "vllm.model_executor.model_loader.mtp_validation:",
+                "disable_mtp_completeness_check()",
+            ),
+            without="heads for later tokens keep their weights",
+        ),
+        Capability(
             "refuses arrangements that no update reaches",
             names("vllm.engine.arg_utils:", "EngineArgs.create_engine_config")
             + names(

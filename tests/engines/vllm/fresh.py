@@ -128,7 +128,8 @@ def load_in_context(
             parallel.eplb_config.use_async = False
             parallel.eplb_config.communicator = "torch_nccl"  # on a CPU: gloo
         stack.enter_context(set_current_vllm_config(config))
-        yield config, _load(config)
+        model = _load(config)
+        yield config, _with_draft(config, model) if config.speculative_config else model
 
 
 @contextmanager
@@ -210,7 +211,20 @@ def _multiply(_: Any, output: Tensor, hidden_states: Tensor, **given: Any) -> No
 def known(config: Any, model: nn.Module, balancer: Any = None) -> EngineModel:
     from deltachain_vllm.model import VllmModel
 
-    return VllmModel(model, config, balancer=balancer)
+    model, draft = model.values() if isinstance(model, nn.ModuleDict) else (model, None)
+    return VllmModel(model, config, draft, balancer)
+
+
+def _with_draft(config: Any, model: nn.Module) -> nn.Module:
+    """Return a model and the draft that vLLM's workers make and share layers with."""
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    drafter = object.__new__(EagleProposer)  # it would make buffers of tokens first
+    drafter.vllm_config, drafter.speculative_config = config, config.speculative_config
+    drafter.supports_mm_inputs = drafter.parallel_drafting = False
+    drafter.use_local_argmax_reduction = False
+    drafter.load_model(model)
+    return nn.ModuleDict({"model": model, "draft": drafter.model})
 
 
 Move: TypeAlias = Callable[[list[list[int]]], None]

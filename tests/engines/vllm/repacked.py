@@ -38,7 +38,7 @@ def everything(engine: Any, model: nn.Module) -> dict[str, Tensor]:
     found = copied(live(model))
     for name, module in model.named_modules():
         found |= {f"{name}.{key}": torch.tensor(one) for key, one in numbers_in(module)}
-    return found | computed(engine, model)
+    return found | computed(engine)
 
 
 @contextmanager

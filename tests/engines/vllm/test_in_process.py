@@ -17,7 +17,7 @@ from deltachain.control.server import Control
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
-from deltachain_vllm.compat import pause
+from deltachain_vllm.compat import has_heads, pause
 from deltachain_vllm.routes import EndpointPlugin
 from tests.engines.families import make
 from tests.engines.serving import run_program, said_by
@@ -81,6 +81,30 @@ def test_the_scheduler_is_paused_after_a_clear_or_an_unknown_client_in_its_own_w
     client = Client(known=known)
     asyncio.run(pause(client, mode, clear=clear))
     assert client.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("method", "drafts", "moves", "follow"),
+    [
+        ("mtp", "base", False, True),
+        ("mtp", "base", True, False),
+        ("mtp", "other", False, False),
+        ("draft_model", "base", False, False),
+    ],
+)
+def test_heads_of_the_models_checkpoint_follow_unless_their_experts_move(
+    method: str, drafts: str, moves: bool, follow: bool
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="base"),
+        parallel_config=SimpleNamespace(enable_eplb=moves),
+        speculative_config=SimpleNamespace(
+            method=method, draft_model_config=SimpleNamespace(model=drafts)
+        ),
+    )
+    assert has_heads(config) is follow
+    config.speculative_config = None
+    assert not has_heads(config)
 
 
 pytestmark = pytest.mark.engine

@@ -88,6 +88,22 @@ def test_unusual_families_are_followed_in_a_stock_engine(family: str) -> None:
     assert row.classes.get("unused", 0) == UNUSED.get(family, 0)
 
 
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [
+        ("deepseek_v3_mtp", 2),
+        pytest.param("glm4_moe_mtp", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_mtp", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_draft_are_followed_but_for_copies_of_what_they_share(
+    family: str, shared: int
+) -> None:
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    row = right(examine(0, family, speculative_config=drafts), followed=True)
+    assert row.classes.get("unused", 0) == shared
+
+
 @pytest.mark.parametrize("family", HEADS)
 def test_heads_are_followed_beside_plain_linears_too(family: str) -> None:
     right(examine(0, family), followed=True)
