@@ -164,14 +164,15 @@ def sleeps(replica: Replica, levels: str) -> None:
 
 def keyed(replica: Replica) -> None:
     """Assert that prefixes under a caller's own key are found by requests of the same version."""
+    server: Any = replica.server
     asked, cached = prompt(random.Random(7), 400), []
     for _ in range(VERSIONS):
         new = replica.trainer.step()
-        replica.server.wait_for(lambda status, new=new: status["version"] == new)
+        server.wait_for(lambda status, new=new: status["version"] == new)
         for _ in range(2):
             sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
             body = {"input_ids": asked, "sampling_params": sampling, "extra_key": "mine"}
-            found = replica.server.client.post("/generate", json=body).json()
+            found = server.client.post("/generate", json=body).json()
             cached.append(found["meta_info"]["cached_tokens"] > 0)
             tokens = tuple(found["output_ids"])
             assert replica.judge(new).wrong(tuple(asked), tokens, range(24)) == []
@@ -222,6 +223,7 @@ EAGLE: Final = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1")
 DRAFT: Final = ("--speculative-draft-model-path", "BASE")
 SLOTS: Final = json.dumps({"physical_to_logical_map": [[2, 0, 3, 1, 1, 2], [3, 2, 1, 0, 0, 3]]})
 """Experts of the two layers of ``MOE`` in SGLang's slots, some of them twice."""
+BALANCE: Final = ("--eplb-rebalance-num-iterations", "50")  # steps between two moves
 OWN: Final = Path(__file__).parent / "sglang"
 COMMON: Final = {
     "tensor parallel": Mode(tp=2),
@@ -277,7 +279,7 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             arguments=("--ep-num-redundant-experts", "2", "--init-expert-location", SLOTS),
         ),
         "`--enable-eplb`": Mode(
-            tp=2, make=MOE, arguments=("--ep-size", "2", "--enable-eplb"), fresh="bits"
+            tp=2, make=MOE, arguments=("--ep-size", "2", "--enable-eplb", *BALANCE)
         ),
         "`in_place` caches": Mode(environment={"DELTACHAIN_PAUSE": STALE}, act=keyed),
         "`Engine` in process": Mode(program="tests.engines.sglang.in_process"),
