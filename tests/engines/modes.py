@@ -57,7 +57,8 @@ class Headed:
 
     def __init__(self, folder: Path) -> None:
         self._trainer, self._folder, self.head = Trainer(folder, family=PLAIN[ENGINE]), folder, 0
-        self.url, self.base = (folder / "with_heads").as_uri(), self._pushed(0)
+        self.url = (folder / "with_heads").as_uri()
+        self.base = self._pushed(0)
 
     def __enter__(self) -> "Headed":
         return self
