@@ -266,7 +266,12 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
     "sglang": {
         **COMMON,
         "`--enable-dp-attention`": Mode(
-            tp=2, dp=2, last=1, arguments=("--enable-dp-attention",), fresh="bits"
+            tp=2,
+            dp=2,
+            last=1,
+            arguments=("--enable-dp-attention",),
+            environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},  # a token ends it
+            fresh="bits",
         ),
         "drafts: ngram": Mode(arguments=("--speculative-algorithm", "NGRAM")),
         "drafts: head in the chain": Mode(
@@ -446,9 +451,11 @@ def cells(mode: Mode, folder: Path) -> Iterator[tuple[str, str]]:
 def words(folder: Path, error: BaseException) -> str:
     """What ended a row: our refusal, or the engine's last error, or what was found wrong."""
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
-    logs = re.sub(r".* WARNING .*", "", logs)
+    logs = re.sub(r".*( WARNING |died during initialization).*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
-    theirs = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .*|error: .*|assert .*)", logs)
+    theirs = re.findall(
+        r"((?:\w+\.)*\w*(?:Error|Exception): .*|error(?:: | while ).*|assert .*)", logs
+    )
     if not (str(error).startswith("the server ended") and (ours or theirs)):
         return f"WRONG: {str(error) or repr(error)}"
     return f"refused: {ours[-1]}" if ours else f"{ENGINE}: {theirs[-1]}"
