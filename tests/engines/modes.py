@@ -412,6 +412,8 @@ class Trying:
             for answer in self.last.last_words([5, 6, 7]):
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))
+        else:
+            time.sleep(1)  # the order is gone before the process is
         assert not self.last.server.alive or self.last.server.readiness() <= {503}
         if len(self.replicas) > 1:
             head = self.trainer.step()
