@@ -11,6 +11,7 @@ Rows, logs and checkpoints are kept in the folder ``modes``.
 
 import argparse
 import json
+import random
 import re
 import shutil
 import sys
@@ -37,7 +38,7 @@ from examples.demo.online.processes import free_port
 from tests.engines import strikes
 from tests.engines.expected import Judge
 from tests.engines.replica import Replica, error_of
-from tests.engines.serving import ENGINE, HOST, ROOT, Server, answers, start
+from tests.engines.serving import ENGINE, HOST, ROOT, Server, answers, prompt, start
 from tests.engines.test_nodes import ADDRESS, second_node
 from tests.engines.test_server_load import STALE, Trial, checked
 from tests.engines.test_server_outages import PLAIN, with_heads
@@ -97,6 +98,7 @@ class Mode:
     plain: bool = True  # linears as on an accelerator
     fresh: str = ""  # what is compared with a fresh load: "tokens", "bits"; else a judge knows
     program: str = ""  # module that is run in place of the server's, with its arguments
+    first: Path = ROOT  # the first folder of modules
     act: Callable[[Replica], None] = lambda _: None
 
     @property
@@ -163,6 +165,31 @@ def sleeps(replica: Replica, levels: str) -> None:
         assert replica.goes_on_as(new)
 
 
+def keyed(replica: Replica) -> None:
+    """Assert that prefixes under a caller's own key are found by requests of the same version."""
+    server: Any = replica.server
+    asked, cached = prompt(random.Random(7), 400), []
+    for _ in range(VERSIONS):
+        new = replica.trainer.step()
+        server.wait_for(lambda status, new=new: status["version"] == new)
+        for _ in range(2):
+            sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+            body = {"input_ids": asked, "sampling_params": sampling, "extra_key": "mine"}
+            found = server.client.post("/generate", json=body).json()
+            cached.append(found["meta_info"]["cached_tokens"] > 0)
+            tokens = tuple(found["output_ids"])
+            assert replica.judge(new).wrong(tuple(asked), tokens, range(24)) == []
+    assert cached == [False, True] * VERSIONS, cached
+
+
+def beside(replica: Replica) -> None:
+    """Assert that another plugin, around functions of ours, is called and harms nothing."""
+    sleeps(replica, "2")
+    log = replica.server.log()
+    for called in ("load_model", "pause_generation", "release_memory_occupation"):
+        assert re.search(rf"another plugin saw \S+\.{called}\b", log), called
+
+
 def all_at_once(replica: Replica) -> None:
     """Assert what LoRA, an extension of the user and sleep do in one server of vLLM."""
     adapts(replica)
@@ -196,6 +223,11 @@ MOE: Final = partial(Trainer, family="qwen3_moe", steps=4)
 LLAMA: Final = partial(Trainer, family="llama", steps=2)
 LORA: Final = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "policy=ADAPTER")
 EAGLE: Final = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1")
+DRAFT: Final = ("--speculative-draft-model-path", "BASE")
+SLOTS: Final = json.dumps({"physical_to_logical_map": [[2, 0, 3, 1, 1, 2], [3, 2, 1, 0, 0, 3]]})
+"""Experts of the two layers of ``MOE`` in SGLang's slots, some of them twice."""
+BALANCE: Final = ("--eplb-rebalance-num-iterations", "50")  # steps between two moves
+OWN: Final = Path(__file__).parent / "sglang"
 COMMON: Final = {
     "tensor parallel": Mode(tp=2),
     "data parallel": Mode(dp=2),
@@ -240,14 +272,31 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
     "sglang": {
         **COMMON,
         "`--enable-dp-attention`": Mode(
-            tp=2, dp=2, last=1, arguments=("--enable-dp-attention",), fresh="bits"
+            tp=2,
+            dp=2,
+            last=1,
+            arguments=("--enable-dp-attention",),
+            environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},  # a token ends it
+            fresh="bits",
         ),
         "drafts: ngram": Mode(arguments=("--speculative-algorithm", "NGRAM")),
         "drafts: head in the chain": Mode(
             arguments=("--speculative-algorithm", "EAGLE", *EAGLE), make=Headed
         ),
+        "drafts: a model": Mode(
+            arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE)
+        ),
+        "`--ep-num-redundant-experts`, `--init-expert-location`": Mode(
+            make=MOE,
+            arguments=("--ep-num-redundant-experts", "2", "--init-expert-location", SLOTS),
+        ),
+        "`--enable-eplb`": Mode(
+            tp=2, make=MOE, arguments=("--ep-size", "2", "--enable-eplb", *BALANCE)
+        ),
+        "`in_place` caches": Mode(environment={"DELTACHAIN_PAUSE": STALE}, act=keyed),
+        "`Engine` in process": Mode(program="tests.engines.sglang.in_process"),
         "LoRA": Mode(arguments=("--enable-lora", "--lora-paths", "policy=ADAPTER"), act=adapts),
-        "memory released": Mode(act=partial(sleeps, levels="2")),
+        "another plugin, memory released": Mode(act=beside, first=OWN / "beside"),
         "`--enable-memory-saver`": Mode(
             arguments=("--enable-memory-saver",), act=partial(sleeps, levels="2")
         ),
@@ -293,6 +342,7 @@ class Trying:
             "plain": mode.plain,
             "strikes": order,
             "dev": True,
+            "first": mode.first,
         }
         self.options = options
         server = start(self.trainer.base, folder, self.trainer.url, **options)
@@ -416,11 +466,13 @@ def cells(mode: Mode, folder: Path) -> Iterator[tuple[str, str]]:
 def words(folder: Path, error: BaseException) -> str:
     """What ended a row: our refusal, or the engine's last error, or what was found wrong."""
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
-    logs = re.sub(r".* WARNING .*", "", logs)
+    logs = re.sub(r".*( WARNING |died during initialization).*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
     raised = re.findall(r"\(Worker\S* .*, in (\w+)\n.* raise .*\n.*\] (\w+Error.*)", logs)
     theirs = [f"{error} in {where}" for where, error in raised[:1]] or re.findall(
-        r"((?:\w+\.)*\w*(?:Error|Exception): .*|\b(?:Value )?error[:,] [^[\n]*|assert .*)", logs
+        r"((?:\w+\.)*\w*(?:Error|Exception): .*|\b(?:Value )?error(?:[:,] | while )[^[\n]*"
+        r"|assert .*)",
+        logs,
     )
     if not (str(error).startswith("the server ended") and (ours or theirs)):
         return f"WRONG: {str(error) or repr(error)}"
