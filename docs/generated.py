@@ -132,17 +132,17 @@ def _command(
 ) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
-    yield f"`deltachain {name} {places}".rstrip() + " [OPTIONS]`"
-    yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
+    yield f"`deltachain {name} {places}".rstrip() + "`"
+    yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n").replace("Example: ", "")
     if own := [_row(option) for option in options if option not in shared]:
         yield "\n".join(own)
-    others = [names for names, help_ in options if (names, help_) in shared and names != "`--json`"]
+    others = [names.partition(",")[0] for names, help_ in options if (names, help_) in shared]
     if others:
         yield f"{'Also' if own else 'Options:'} {', '.join(others)}."
 
 
 def _is_shown(param: Any) -> bool:  # noqa: ANN401 - typer's own
-    return bool(param.param_type_name == "option" and param.help)
+    return bool(param.param_type_name == "option" and param.help and param.name != "as_json")
 
 
 def _option(option: Any) -> tuple[str, str]:  # noqa: ANN401 - typer's own

@@ -26,8 +26,8 @@ def doctor(
         Role,
         typer.Option(
             "--as",
-            help="Role of this machine. A **publisher** check writes trial objects to the store; a "
-            "**follower** check writes to DELTACHAIN_PRESENCE_URL alone.",
+            help="Role of this machine. **publisher** writes trial objects to the store, "
+            "**follower** to DELTACHAIN_PRESENCE_URL alone.",
         ),
     ] = Role.FOLLOWER,
     as_json: AsJson = False,
