@@ -10,10 +10,12 @@
     │   └── OldBitsError                     a delta needs bits not held here    -> plan around it
     ├── StoreError                           .key, .url
     │   ├── ObjectNotFoundError (FileNotFoundError)                              -> replan
+    │   │   └── NoChainError                 nothing was published at this URL   -> wait for it
     │   ├── AlreadyExistsError               put-if-absent lost                  -> chain decides
     │   ├── StorePermissionError (PermissionError)                               -> fix credentials
     │   └── StoreUnavailableError            transient, retries exhausted        -> retry later
     ├── ChainError                           .version
+    │   ├── NoVersionError                   its first version is on its way     -> wait for it
     │   ├── ChainMismatchError               another model lives at this URL     -> use another URL
     │   ├── PublisherFencedError             another publisher committed         -> stop publishing
     │   ├── RankError                        another rank failed or was late     -> the next version covers it
@@ -139,6 +141,10 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
     """No object has this key."""
 
 
+class NoChainError(ObjectNotFoundError):
+    """The URL has no chain yet, nor traces of one."""
+
+
 class AlreadyExistsError(StoreError):
     """An object already exists under the key of a put-if-absent."""
 
@@ -230,8 +236,12 @@ class BrokenChainError(ChainError):
     )
 
 
-def no_version(url: str, hint: str = "wait for the publisher's first commit") -> ChainError:
-    return ChainError(f"{url} has no version yet", hint=hint)
+class NoVersionError(ChainError):
+    """The chain has no version yet."""
+
+
+def no_version(url: str, hint: str = "wait for the publisher's first commit") -> NoVersionError:
+    return NoVersionError(f"{url} has no version yet", hint=hint)
 
 
 class FormatError(DeltaChainError):

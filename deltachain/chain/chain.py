@@ -15,7 +15,7 @@ from deltachain import errors
 from deltachain.chain import checks
 from deltachain.chain.ancestry import Past, Prunes, Skips
 from deltachain.chain.commits import Commits
-from deltachain.chain.identity import identity_there, lost_chain, make, read_model, refuse_mirror
+from deltachain.chain.identity import identity_there, make, read_model, refuse_mirror
 from deltachain.chain.manifests import SEEN, Committed, Manifests, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.chain.trust import Trust
@@ -119,21 +119,12 @@ class Chain:
             trust: Keys that sign and check documents; those of a reader's environment if ``None``.
 
         Raises:
-            ObjectNotFoundError: The store has no chain yet.
+            NoChainError: The store has no chain yet.
             FormatError: A document is damaged, or needs a newer deltachain.
             SignatureError: No trusted key signed the chain.
         """
         trust = trust or Trust.of_reader()
         return cls(store, *checks.once_more(partial(read_model, store, trust)), trust)
-
-    def check_present(self) -> None:
-        """Raise if the store no longer has the chain.
-
-        Raises:
-            ObjectNotFoundError: The store answers, but has no chain.
-        """
-        if self.store.find(keys.CHAIN_KEY) is None:
-            raise lost_chain(self.store.url)
 
     def look_back(self, version: Version) -> Standing:
         """Check whether a committed version and the chain's identity are still in the store.

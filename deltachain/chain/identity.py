@@ -124,8 +124,12 @@ def read_model(store: Store, trust: Trust) -> Model:
             raise errors.ObjectNotFoundError(
                 str(lost.args[0]), key=keys.CHAIN_KEY, hint=lost.hint
             ) from exc
-        exc.hint = "no publisher has created a chain here yet; check the URL"
-        raise
+        raise errors.NoChainError(
+            str(exc.args[0]),
+            key=keys.CHAIN_KEY,
+            url=store.url,
+            hint="no publisher has created a chain here yet; check the URL",
+        ) from exc
     try:
         identity = check_assets(parse(data, Identity, key=keys.CHAIN_KEY))
     except errors.MalformedError as exc:

@@ -204,10 +204,11 @@ def show_warnings() -> None:
     if not any(isinstance(handler, _Words) for handler in logger.handlers):
         logger.addHandler(_Words(logging.WARNING))
         logger.propagate = False
-        compiling = logging.getLogger("deltachain.kernels.compiling")  # seconds without a word else
-        compiling.addHandler(_Words(logging.INFO))
-        compiling.setLevel(logging.INFO)
-        compiling.propagate = False
+        for waits in ("kernels.compiling", "subscribe.follow_loop"):  # without a word else
+            talkative = logging.getLogger(f"deltachain.{waits}")
+            talkative.addHandler(_Words(logging.INFO))
+            talkative.setLevel(logging.INFO)
+            talkative.propagate = False
 
 
 def ranges(versions: Sequence[int]) -> str:

@@ -13,7 +13,13 @@ from urllib.request import url2pathname
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.heartbeat import check_age
-from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
+from deltachain.chain.identity import (
+    MirrorRecord,
+    chain_around,
+    has_versions,
+    lost_chain,
+    read_mirror,
+)
 from deltachain.chain.manifests import MAX_HINT, NONE
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
@@ -123,7 +129,7 @@ class Mirror:
             stop: Ends the copying early, at a moment that loses nothing.
 
         Raises:
-            ObjectNotFoundError: The source has no chain yet.
+            NoChainError: The source has no chain yet.
             ConfigError: The destination is no mirror, or not any more.
             ChainMismatchError: The destination mirrors another chain.
             ForkedChainError: Source and mirror have different histories, or different prune or tag
@@ -165,6 +171,14 @@ class Mirror:
         if newest is not None:
             check_age(chain, newest)
 
+    def _open_source(self, *, is_new: bool) -> Chain:
+        try:
+            return Chain.open(self.source, self._trust)
+        except errors.NoChainError:
+            if is_new:
+                raise
+            raise lost_chain(self.source.url) from None
+
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments]:
         """Open both sides; or, if they are open, check that the mirror is still one."""
         if self._opened is not None:
@@ -174,9 +188,10 @@ class Mirror:
                 f"{self.destination.url} is not this mirror any more: {keys.MIRROR_KEY} changed",
                 hint="it was promoted: a publisher may be at work there",
             )
-        chain, there, start = Chain.open(self.source, self._trust), self.destination, self._start
-        check_placement(self.source, there)
+        there, start = self.destination, self._start
         record = read_mirror(there)
+        chain = self._open_source(is_new=record is None)
+        check_placement(self.source, there)
         if record is None:
             if there.find(keys.CHAIN_KEY) is not None or has_versions(there):
                 raise errors.ConfigError(

@@ -31,6 +31,8 @@ class PublishConfig:
     ``anchor_format``, ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none;
     else no rank attaches. The other settings are rank 0's, or each rank's own.
 
+    Each field is described in the reference, and in ``inspect.getsource(PublishConfig)``.
+
     Raises:
         ConfigError: A value is of another type than its field, or not allowed.
 
@@ -87,11 +89,12 @@ class PublishConfig:
     ``repo--modeling.Class``), which runs when a follower's folder is loaded. By default, such
     entries are removed, with a warning."""
 
-    snapshot: Literal["host", "device"] | None = None
+    snapshot: Literal["host", "device", "disk"] | None = None
     """Memory of the last published bits of weights on a device: pinned on the host, from where they
     are copied to the device for each diff, or on the device. By default the device if that leaves
     half of its memory free, and room for an optimizer's first step; which one is logged. Weights on
-    the host are compared in place."""
+    the host are compared in place. ``disk`` keeps the bits of all weights in a file in ``TMPDIR``,
+    for hosts without the memory; each diff reads it."""
 
     anchor_factor: float = ANCHOR_FACTOR
     """Size of a newcomer's plan, in anchors, above which another anchor is added. Anchors and

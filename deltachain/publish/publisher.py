@@ -291,8 +291,8 @@ class Publisher(Closeable):
     def publish(self, *, step: int | None = None) -> Published:
         """Publish the changes since the last version.
 
-        While a version is in flight, the changes are left to the next call, or this call waits if
-        so configured; the future then resolves with the version that covers them. Without other
+        While a version is in flight, the changes are left to the next call, or this call waits with
+        ``when_busy="wait"``; the future resolves with the version that covers them. Without other
         ranks, the thread that calls this may wait for the result at once. Ranks call this after the
         same steps; calls are matched by ``step``.
 

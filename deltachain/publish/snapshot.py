@@ -7,11 +7,14 @@ other devices are copied to the host for each diff.
 """
 
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from mmap import mmap
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from deltachain import threads as slab
+from deltachain.disk_space import hint_for, reserve
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, threaded, torch_kernels
@@ -56,8 +60,8 @@ SMALL_NUMEL: Final = WINDOW_NUMEL // 8
 TURN_NUMEL: Final = 4 * WINDOW_NUMEL
 """Elements of the largest frozen weight that a diff reads when it is its turn: milliseconds."""
 
-SnapshotPlace: TypeAlias = Literal["host", "device"]
-"""Where a snapshot of weights on a device is: in pinned host memory, or on that device."""
+SnapshotPlace: TypeAlias = Literal["host", "device", "disk"]
+"""Where a snapshot is: in host memory, pinned for weights on a device, or there; or in a file."""
 
 RESERVE_SHARE: Final = 2
 """Part of a device's memory that a snapshot leaves free, as a divisor: activations need it."""
@@ -130,6 +134,30 @@ class Slabs:
         self.left[width] = max(0, self.left.get(width, 0) - size)
         self._open[key] = slab, used + size
         return Kept(slab, used, numel, resident)
+
+
+class SnapshotFile:
+    """Room for a snapshot in a mapped file without a name, which is gone with the process."""
+
+    def __init__(self, nbytes: int) -> None:
+        folder = tempfile.gettempdir()
+        try:
+            with tempfile.NamedTemporaryFile(prefix="deltachain-snapshot-") as file:
+                reserve(Path(file.name), nbytes)  # a write to a mapped page cannot fail
+                self._bytes = np.frombuffer(mmap(file.fileno(), nbytes), np.uint8)
+        except OSError as exc:
+            raise ConfigError(
+                f"snapshot='disk': {exc}",
+                hint=hint_for(exc, Path(folder)) or "set TMPDIR to a folder on a local disk",
+            ) from exc
+        self._used = 0
+
+    def take(self, numel: int, width: int) -> Kept:
+        start, self._used = self._used, self._used + aligned(numel, width) * width
+        bits = self._bytes[start : start + numel * width].view(
+            "<u1" if width == 1 else f"<i{width}"
+        )
+        return Kept(torch.from_numpy(bits), 0, numel, resident=False)
 
 
 def aligned(numel: int, width: int) -> int:
@@ -259,6 +287,13 @@ class Snapshot:
             )
         self._nbytes = sum(width * numel for width, numel in sizes.items())
         slabs = Slabs(sizes)
+        is_on_disk = where == "disk" and self._nbytes > 0
+        self._file = SnapshotFile(self._nbytes) if is_on_disk else None
+        logger.info(
+            "comparing with a snapshot of %.1f GiB%s",
+            self._nbytes / 2**30,
+            f", in a file in {tempfile.gettempdir()}" if is_on_disk else "",
+        )
         with Pool(cores()) as pool:
             ahead = 1 if source.one_by_one else 4 * cores()
             windows = self._windows(slabs)
@@ -429,7 +464,15 @@ class Snapshot:
 
     def _keep(self, weight: Weight) -> tuple[Bits, Bits | None]:
         """Take room for a weight on the host; return it, and live bits still to be copied there."""
-        spec, (bits, live) = weight.spec, _room_on_host(weight)
+        spec = weight.spec
+        if self._file is not None:
+            kept = self._kept[spec.name] = self._file.take(
+                weight.element_map.box.numel, spec.itemsize
+            )
+            bits = _on_host(kept)
+            bits[...] = wire_bits(weight)
+            return bits, None
+        bits, live = _room_on_host(weight)
         signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
         numel = weight.element_map.box.numel
         self._kept[spec.name] = Kept(torch.from_numpy(signed), 0, numel, resident=False)
@@ -442,7 +485,10 @@ class Snapshot:
         resident = self._place(device_of) == "device"
         where = device_of if resident else torch.device("cpu")
         pinned = device_of.type == "cuda" and not resident
-        kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
+        if self._file is not None:
+            kept = self._file.take(numel, width)
+        else:
+            kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
         kept.bits.copy_(there)
         wait_for_writes(kept.slab)
         self._diff_on(device_of).expect(_compared(weight, kept).kind, numel)
@@ -459,7 +505,7 @@ class Snapshot:
                 "the snapshot of weights on %s is in %s memory: it has %d bytes, and the device "
                 "%d free, of which %d are reserved",
                 where,
-                "device" if self._places[where] == "device" else "pinned host",
+                {"host": "pinned host", "disk": "mapped"}.get(self._places[where], "device"),
                 self._nbytes,
                 memory.free,
                 reserve_nbytes(memory.total, self._nbytes),

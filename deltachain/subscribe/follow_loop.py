@@ -17,11 +17,16 @@ NEEDS_A_PERSON: Final = (
     errors.UnsupportedFormatError,
 )
 
+NOT_BEGUN: Final = (errors.NoChainError, errors.NoVersionError)
+"""Errors before a chain's first version: nothing has failed."""
+
 _T = TypeVar("_T")
 
 Round: TypeAlias = Generator[_T, None, bool]  # returns whether the next is due
 
 Looked: TypeAlias = Callable[[errors.DeltaChainError | None], None]  # after a round
+
+_WAITS: Final = "no version yet, waiting for the first one; check the URL if it was published"
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +42,8 @@ def repeat(
 ) -> Iterator[_T]:
     """Yield the results of rounds until ``stop`` is set.
 
-    Errors are logged once and retried with back-off, except ``NEEDS_A_PERSON``.
+    Errors are logged once and retried with back-off, except ``NEEDS_A_PERSON``. A chain's first
+    version is waited for without either.
     """
     failures, logged = 0, ""
     while not stop.is_set():
@@ -50,12 +56,15 @@ def repeat(
         except NEEDS_A_PERSON:
             raise
         except errors.DeltaChainError as exc:
-            failures += 1
-            looked(exc)
+            waits = isinstance(exc, NOT_BEGUN)
+            failures = 0 if waits else failures + 1
+            looked(None if waits else exc)
             # A store that is down fails with any of its objects.
-            said = type(exc).__name__ if isinstance(exc, errors.StoreUnavailableError) else str(exc)
+            is_away = isinstance(exc, errors.StoreUnavailableError)
+            said = _WAITS if waits else type(exc).__name__ if is_away else str(exc)
             if said != logged:
                 logged = said
-                logger.warning("%s: %s", doing, exc)
+                level = logging.INFO if waits else logging.WARNING
+                logger.log(level, "%s: %s", doing, _WAITS if waits else exc)
         if not is_due and not stop.is_set():
             (told or stop).wait(between_polls(poll_s).pause_s(failures))

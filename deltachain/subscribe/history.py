@@ -8,6 +8,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import lost_chain, replaced
 from deltachain.chain.manifests import Standing
+from deltachain.format.keys import CHAIN_KEY
 from deltachain.setting_types import whole
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.types import Version
@@ -214,7 +215,8 @@ def require(
     if held is not None and (head is None or head.version < held.version):
         check_standing(chain, held)
     if head is None:
-        chain.check_present()
+        if chain.store.find(CHAIN_KEY) is None:
+            raise lost_chain(chain.store.url)
         raise errors.no_version(chain.store.url)
     if version is not None and version < head.version:
         raise errors.BrokenChainError(

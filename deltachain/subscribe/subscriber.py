@@ -20,6 +20,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
+from deltachain.checkpoint import HELD_FILE
 from deltachain.metrics import Figure, figures, info, phases
 from deltachain.redact import redacted_url
 from deltachain.setting_types import fields_of, names_checked, whole
@@ -28,7 +29,7 @@ from deltachain.store import Location, Store, open_store
 from deltachain.subscribe import history
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch_around import UsablePlans, fetch_around, looking_ahead
-from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, Looked, Round, repeat
+from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, NOT_BEGUN, Looked, Round, repeat
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -287,7 +288,9 @@ class Subscriber(Closeable):
 
     Args:
         config: Settings, or the URL or the folder alone.
-        target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`.
+        target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`. A
+            dict has all tensors of the chain, in its shapes and dtypes, and is written in place,
+            but not between two receipts of ``follow``.
         store: The store; opened from the URL if ``None``.
 
     Examples:
@@ -318,7 +321,7 @@ class Subscriber(Closeable):
         """Open the chain, bind the target to it, and find the version it holds; idempotent.
 
         Raises:
-            ObjectNotFoundError: The store has no chain yet.
+            NoChainError: The store has no chain yet.
             SignatureError: No trusted key signed the chain.
             TensorMismatchError: The target is not the model of the chain.
         """
@@ -328,7 +331,17 @@ class Subscriber(Closeable):
         return self._chain
 
     def _open(self) -> Chain:
-        chain = Chain.open(self.store, self.config.trust())
+        try:
+            chain = Chain.open(self.store, self.config.trust())
+        except errors.NoChainError as exc:
+            target = self.target
+            if isinstance(target, FolderTarget) and (target.folder / HELD_FILE).exists():
+                raise errors.ObjectNotFoundError(
+                    f"{self.store.url} has no chain, and {target.folder} holds a version of one",
+                    key=exc.key,
+                    hint="check the URL; if the folder's chain was there, restore it",
+                ) from None
+            raise
         bind(self.target, chain)
         self._held = history.identify(chain, self.target, verify=self.config.verify_at_start)
         self.times.looked()
@@ -564,6 +577,7 @@ class Subscriber(Closeable):
     ) -> Iterator[ApplyReceipt]:
         """Apply versions as they are committed, and recover from failures.
 
+        A target without a version begins at the head; for all versions, call ``update(0)`` first.
         An unavailable store, a corrupt or missing object and a target that was modified externally
         are logged once and retried with back-off, from nothing if the target's state is unknown.
         Errors that need an operator are raised: a fork, another model, a newer format.
@@ -592,6 +606,8 @@ class Subscriber(Closeable):
                 raise
             except errors.DeltaChainError as exc:
                 trouble = exc  # raised after the receipt: its version was applied
+                if isinstance(exc, NOT_BEGUN):
+                    self.times.looked()
             if receipt is not None:
                 yield receipt
             if trouble is not None:

@@ -219,7 +219,8 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
     if not callable(live):
         raise ConfigError(
             f"a {type(live).__name__} is neither a module nor a function that yields tensors",
-            hint="give the module itself; of a dict of tensors, attach(lambda: tensors.items())",
+            hint="give the module, or the function without calling it; of a dict of tensors, "
+            "attach(lambda: tensors.items())",
         )
     converted: Mapping[str, Conversion] = {}
     if isinstance(live, MovedExport):
@@ -261,6 +262,11 @@ def _yielded(
                 raise ConfigError(
                     f"the export yielded {reprlib.repr(item)}, not a name and a tensor", hint=_YIELD
                 )
+    if known and not seen:
+        raise UnsupportedModelError(
+            "the export yielded no tensors",
+            hint="it is called for each version, and must return a new iterator each time",
+        )
 
 
 def _weight(

@@ -152,11 +152,6 @@ def stamps_of(files: Iterable[Path]) -> Stamps:
     return stamps
 
 
-def are_same_files(before: Stamps, after: Stamps) -> bool:
-    """Return whether all files are those from before, of the same size, whenever written to."""
-    return {f: s[:2] for f, s in before.items()} == {f: s[:2] for f, s in after.items()}
-
-
 LOCK_FILE: Final = ".deltachain-lock"
 
 
@@ -363,9 +358,10 @@ class FolderTarget(PatchedTarget):
         return stamps_of(self._files())
 
     def _wrote(self, before: Stamps) -> None:
-        """Take the files as they are after a write, unless they are others than before it."""
+        """Take the files as they are after a write, unless they are others or of another size."""
         after = self._stamped()
-        self._stamps = after if are_same_files(before, after) else None
+        was, now = ({file: stamp[:2] for file, stamp in one.items()} for one in (before, after))
+        self._stamps = after if was == now else None
 
     def _map_if_altered(self) -> bool:
         """Map the files again if another process changed them; return whether it did."""

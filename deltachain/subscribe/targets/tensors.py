@@ -114,10 +114,9 @@ class TensorTarget(PatchedTarget):
         self._refuse_shared()
         unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
         if unknown:
+            others = f" and {len(unknown) - 1} more tensors" if unknown[1:] else ""
             raise errors.TensorMismatchError(
-                f"{unknown[0]!r} and {len(unknown) - 1} more tensors of the target are not in the "
-                "chain",
-                tensor=unknown[0],
+                f"not in the chain: {unknown[0]!r}{others} of the target", tensor=unknown[0]
             )
         self._forms = self._forms_of(self._tensors)
 
@@ -226,11 +225,14 @@ class TensorTarget(PatchedTarget):
         known = {n: _form(self._tensors[n]).address for n in reversed(names) if n in self._tensors}
         found = {address: name for name, address in known.items()}
         if not found:
+            hint = (
+                "the target is not the model of this chain, or one whose weights transformers "
+                "saves in another form (experts, some layers): follow into a folder, or an engine"
+            )
+            if isinstance(self.source, Mapping):
+                hint = "a dict must have all tensors of the chain: `deltachain inspect URL --table`"
             raise errors.TensorMismatchError(
-                f"the target has no tensor {spec.name!r}",
-                tensor=spec.name,
-                hint="the target is not the model of this chain, or one whose weights transformers "
-                "saves in another form (experts, some layers): follow into a folder, or an engine",
+                f"the target has no tensor {spec.name!r}", tensor=spec.name, hint=hint
             )
         return [_flat(self._tensors[name], name, spec) for name in reversed(found.values())]
 

@@ -390,7 +390,7 @@ def test_errors_of_the_file_system_are_told_with_a_hint() -> None:
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
     for args in (["--debug", "log", str(tmp_path)], ["log", str(tmp_path), "--debug"]):
         done = refused(*args, code=3, said="Traceback")
-        assert "ObjectNotFoundError" in done.stderr.splitlines()[-3]
+        assert "NoChainError" in done.stderr.splitlines()[-3]
 
 
 def test_ctrl_c_is_answered_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -506,9 +506,11 @@ def test_a_folder_that_cannot_be_made_is_told_as_such(tmp_path: Path) -> None:
 def test_a_follower_that_ends_before_there_is_a_chain_holds_no_version(tmp_path: Path) -> None:
     words = ("follow", tmp_path / "chain", "--out", tmp_path / "out", "--poll", "0.1")
     with running(*words) as follower:
-        waits = follower.error_line()  # and says so
+        waits = follower.error_line()
         done = follower.end(signal.SIGTERM)
     assert done.code == 0, done.stderr
+    assert "info" in waits
+    assert "waiting for the first one" in waits
     assert "holds no version: the chain had none yet" in waits + done.stderr
     assert "None" not in waits + done.stderr
 
@@ -517,7 +519,7 @@ def test_an_error_of_a_command_with_json_is_json(tmp_path: Path) -> None:
     done = invoke("log", tmp_path / "absent", "--json")
     assert (done.code, done.stdout) == (3, "")
     error = json.loads(done.stderr.splitlines()[-1])["error"]
-    assert (error["type"], error["exit_code"]) == ("ObjectNotFoundError", 3)
+    assert (error["type"], error["exit_code"]) == ("NoChainError", 3)
     assert error["hint"]
     assert "chain.json" in error["message"]
     assert error["retryable"] is False

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 PROGRAMS: Final = {str(block): block for block in blocks("python")}
 
 ENGINE: Final = {
-    "docs/frameworks.md:0": "tests/engines/vllm/test_trainer.py",
-    "docs/frameworks.md:1": "tests/engines/vllm/ray_actor.py",
-    "docs/frameworks.md:2": "tests/unit/integrations/areal_trial.py",
+    "docs/frameworks.md:2": "tests/engines/vllm/test_trainer.py",
+    "docs/frameworks.md:3": "tests/engines/vllm/ray_actor.py",
+    "docs/frameworks.md:4": "tests/unit/integrations/areal_trial.py",
     "vllm_ext/README.md:0": "tests/engines/vllm/offline.py",
     "vllm_ext/README.md:1": "tests/engines/vllm/async_offline.py",
     "sglang_ext/README.md:0": "tests/engines/sglang/offline.py",
@@ -258,6 +258,30 @@ def test_following_prints_receipts(run: Any, tmp_path: Path) -> None:
 
     with pytest.raises(Seen, match=r"^version 1 .*nnz"):
         run("README.md:3", model=replica, print=print_)
+    assert same(bits_of(replica), bits_of(model))
+
+
+def test_a_framework_without_a_module_is_published_and_followed(run: Any) -> None:
+    model, replica = tiny(), tiny()
+    weights, loaded = replica.state_dict(), list[int | None]()
+
+    def load_weights(pairs: Any) -> None:
+        for name, tensor in pairs:
+            weights[name].copy_(tensor)
+
+    def print_(step: int) -> None:
+        loaded.append(step)
+        raise Seen
+
+    trainer = SimpleNamespace(
+        named_weights=lambda: iter(model.state_dict().items()),
+        train=lambda: step(model, sgd(model)),
+    )
+    run("docs/frameworks.md:0", trainer=trainer)
+    engine = SimpleNamespace(weights=weights, load_weights=load_weights)
+    with pytest.raises(Seen):
+        run("docs/frameworks.md:1", engine=engine, print=print_)
+    assert loaded == [3]
     assert same(bits_of(replica), bits_of(model))
 
 

@@ -48,6 +48,13 @@ def test_a_mirror_that_follows_restores_a_lost_identity_within_a_look_back(
     assert pair.there.get(key) == pair.source.get(key)
 
 
+def test_a_source_that_lost_its_chain_is_not_waited_for(pair: Pair) -> None:
+    pair.grow(1)
+    pair.copy()
+    with pytest.raises(errors.ObjectNotFoundError, match="is lost"):
+        list(Mirror(MemoryStore(), pair.there).catch_up())
+
+
 GIVEN = {"MAX_SILENCE_S": 60.0, "MAX_LAG": 2}
 
 

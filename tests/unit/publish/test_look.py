@@ -1,3 +1,5 @@
+import resource
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -52,6 +54,12 @@ def quantising(store: MemoryStore) -> Iterator[Attach]:
     for publisher in made:
         with suppress(ConfigError):
             publisher.close()
+
+
+def file_pages() -> int:
+    """Return the resident bytes of this process that are mapped from files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(one.split()[1]) << 10 for one in lines if one.startswith(("RssFile", "RssShm")))
 
 
 def changed_(model: nn.Module) -> None:
@@ -487,7 +495,7 @@ def test_a_batch_that_failed_to_be_enqueued_leaves_the_snapshot(
     assert snapshot.diff_().live
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device", "disk"])
 def test_an_export_may_use_the_memory_of_its_tensors_again(where: SnapshotPlace) -> None:
     values = {
         name: torch.full((100,), number, dtype=torch.bfloat16) for number, name in enumerate("abc")
@@ -509,6 +517,37 @@ def test_a_publisher_says_that_a_snapshot_cannot_be_on_the_device(tmp_path: Path
     config = PublishConfig(url=str(tmp_path), snapshot="device")
     with pytest.raises(ConfigError, match="all weights are compared on the host"):
         Publisher(config).attach(plain_model())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("where", "copies"), [("host", 0), ("disk", 1)])
+def test_a_snapshot_on_a_disk_is_in_pages_of_a_file(
+    where: SnapshotPlace, copies: int, on_device: bool
+) -> None:
+    model = nn.ParameterDict({str(n): torch.ones(1 << 20) for n in range(32)})
+    source = collect_weights(model, dtype="BF16")
+    before = file_pages()
+    snapshot = Snapshot(source, where=where, on_device=on_device)
+    assert abs((file_pages() - before) / (32 << 21) - copies) < 0.2
+    with torch.no_grad():
+        model["7"][5] = 2
+    assert {n: found for n, (found, *_) in listed(snapshot.diff_()).items()} == {"7": [5]}
+    assert not listed(snapshot.diff_())
+
+
+def test_a_snapshot_in_a_file_needs_room_there_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(ConfigError, match="File too large") as raised:
+            Snapshot(collect_weights(nn.Linear(256, 256)), where="disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "bytes are missing (ulimit -f)" in str(raised.value.hint)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_snapshot_goes_where_it_fits() -> None:

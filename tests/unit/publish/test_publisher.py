@@ -263,7 +263,7 @@ def test_attaching_twice_is_refused(attach: Attach) -> None:
         ({"anchor_factor": 0.0}, "anchor_factor", ""),
         ({"part_nbytes": 0}, "part_nbytes", ""),
         ({"metrics": "localhost"}, "no address to serve at", ""),
-        ({"snapshot": "disk"}, "snapshot='disk': expected one of", ""),
+        ({"snapshot": "tape"}, "snapshot='tape': expected one of", ""),
         ({"metadata": {"lr": 0.1}}, "metadata", "str(value)"),
         ({"metadata": {"run": None}}, "metadata", "str(value)"),
         ({"metadata": {1: "a"}}, "metadata", "str(value)"),

@@ -1,6 +1,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -334,7 +335,7 @@ class Counting(nn.Linear):
 NOT_THE_SAME = "is not the same in the model's"
 STATE_DICT = ("model.state_dict().items()",)
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str, tuple[str, ...]]] = {
+REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "on NVMe": (offloaded, "offloaded to NVMe", ("offload to the CPU",)),
     "without data": (lambda: nn.Linear(3, 2, device="meta"), "meta device", ("after loading",)),
     "strided": (
@@ -391,6 +392,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, tuple[str, ...]]] = {
         lambda: saving(lambda state: state.pop("1.bias")),
         f"'1.bias' {NOT_THE_SAME}",
         STATE_DICT,
+    ),
+    "function that was called": (
+        lambda: plain_model().named_parameters(),
+        "a generator is neither a module nor a function",
+        ("without calling it",),
+    ),
+    "iterator that is used up": (
+        lambda: partial(iter, plain_model().named_parameters()),
+        "the export yielded no tensors",
+        ("a new iterator each time",),
     ),
     "more than tensors": (
         lambda: nn.Sequential(nn.Linear(3, 3), Counting(3, 2)),

@@ -1,3 +1,4 @@
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,10 +8,16 @@ from unittest import mock
 import pytest
 
 from deltachain.chain.chain import Committed
-from deltachain.errors import ChainMismatchError, PartialApplyError, StoreError, TensorMismatchError
+from deltachain.errors import (
+    ChainMismatchError,
+    DeltaChainError,
+    NoVersionError,
+    PartialApplyError,
+    StoreError,
+    TensorMismatchError,
+)
 from deltachain.format import keys
-from deltachain.store import MemoryStore
-from deltachain.subscribe import ApplyReceipt, Subscriber, fetch_around
+from deltachain.subscribe import ApplyReceipt, Subscriber, fetch_around, follow_loop
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON
 from tests.support.faults import Fault
 from tests.support.models import plain_model
@@ -56,13 +63,35 @@ def test_a_look_at_a_chain_that_stands_still_asks_for_one_thing(run: Run, clock:
 
 
 def test_a_trainer_that_comes_later_is_waited_for(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subscriber = run.subscribe(run.zeros, on=MemoryStore())
-    clock = Clock(subscriber, monkeypatch)
-    clock.happens = [nothing] * 2
-    assert clock.run() == []
-    assert len(clock.waits) == 3
+    caplog.set_level(logging.INFO)
+    hidden: dict[str, bytes] = {}
+    said: list[DeltaChainError | None] = []
+    follower = clock.subscriber
+
+    def begin() -> None:  # the identity is put before the first version
+        run.publish()
+        for info in list(run.store.list("manifests/")):
+            hidden[info.key] = run.store.get(info.key)
+            run.store.delete(info.key)
+
+    def commit() -> None:
+        assert follower.times.looked_at  # an answer, and no silence
+        with pytest.raises(NoVersionError, match="wait for the publisher's first commit"):
+            follower.update()
+        for key, data in hidden.items():
+            run.store.put(key, data)
+
+    clock.happens = [*[nothing] * 6, begin, *[nothing] * 6, commit]
+    receipts = follower.follow(stop=clock.stop, looked=said.append)
+    assert versions(list(receipts)) == [(None, 0)]
+    assert run.matches(run.zeros)
+    assert len(clock.waits) == 15
+    assert max(clock.waits) < 1.5 * follower.poll_s
+    assert set(said) == {None}
+    (line,) = (one for one in caplog.records if one.name == follow_loop.__name__)
+    assert (line.levelno, "waiting for the first" in line.message) == (logging.INFO, True)
 
 
 def test_a_word_from_outside_ends_the_wait(run: Run) -> None:

@@ -316,21 +316,21 @@ def test_a_missing_manifest_is_named(run: Run, subscriber: Subscriber) -> None:
             subscriber.update()
 
 
-def test_a_chain_without_versions_is_waited_for(run: Run) -> None:
-    run.publish(1)
-    for info in list(run.store.list("manifests/")):
-        run.store.delete(info.key)
-    with pytest.raises(errors.ChainError, match="no version yet") as caught:
-        run.join(run.zeros)
-    assert "wait" in caught.value.hint
-
-
 def test_a_chain_that_is_gone_is_said_to_be(run: Run, subscriber: Subscriber) -> None:
     put_back(run.store, {})
     for version in (None, 3):
         with pytest.raises(errors.ObjectNotFoundError, match="the chain that was at memory:"):
             subscriber.update(version)
     assert subscriber.version == 2
+
+
+def test_a_folder_of_a_chain_that_is_gone_waits_for_no_first_version(run: Run) -> None:
+    run.publish(1)
+    run.join(run.mirror).close()
+    put_back(run.store, {})
+    with pytest.raises(errors.ObjectNotFoundError, match="holds a version of one") as caught:
+        run.join(run.mirror)
+    assert not isinstance(caught.value, errors.NoChainError)
 
 
 # Another chain

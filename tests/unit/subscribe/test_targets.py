@@ -12,7 +12,7 @@ import deltachain
 from deltachain.chain.chain import Chain
 from deltachain.cli.app import app
 from deltachain.codec import Part
-from deltachain.errors import BaseMismatchError, ChainError, ConfigError, ObjectNotFoundError
+from deltachain.errors import BaseMismatchError, ChainError, ConfigError
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.models import Replica, TinyModel, scribble
@@ -185,12 +185,6 @@ def subscriber(run: Run, replica: Replica) -> Subscriber:
     """A replica of each kind that holds version 1 of 1."""
     run.publish(1)
     return run.join(replica, on=run.faulty)
-
-
-def test_without_a_chain_there_is_nothing_to_join(run: Run, replica: Replica) -> None:
-    with pytest.raises(ObjectNotFoundError) as caught:
-        run.join(replica)
-    assert "no publisher has created a chain here yet" in caught.value.hint
 
 
 def test_a_newcomer_joins_from_nothing(run: Run, replica: Replica) -> None:

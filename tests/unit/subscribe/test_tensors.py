@@ -441,12 +441,20 @@ def wrong_targets(model: TinyModel) -> dict[str, Any]:
     }
 
 
+WHY = {
+    "missing": "a dict must have all tensors",
+    "extra": r"not in the chain: 'other.weight' of the target",
+    "other": "not the model of this chain",
+}
+
+
 @pytest.mark.parametrize("kind", ["missing", "extra", "shape", "dtype", "strided", "tied", "other"])
 def test_a_target_of_another_model_is_refused_and_not_written_to(run: Run, kind: str) -> None:
     run.publish()
     target = wrong_targets(run.model)[kind]
     for _ in range(2):  # and again when asked again
-        with unchanged(target), pytest.raises(errors.TensorMismatchError) as caught:
+        refused = pytest.raises(errors.TensorMismatchError, match=WHY.get(kind))
+        with unchanged(target), refused as caught:
             run.join(target)
         assert caught.value.tensor
 
