@@ -133,7 +133,9 @@ def _command(
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
     yield f"`deltachain {name} {places}".rstrip() + "`"
-    yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n").replace("Example: ", "")
+    text = inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
+    about, *examples = text.split("\n\nExample: ")
+    yield "\n\n".join((about, *examples[:1]))  # the help has all of them
     if own := [_row(option) for option in options if option not in shared]:
         yield "\n".join(own)
     others = [names.partition(",")[0] for names, help_ in options if (names, help_) in shared]
