@@ -262,8 +262,8 @@ class UnsupportedFormatError(FormatError):
 
 
 _DAMAGED: Final = (
-    "nothing of it was used; if it stays so, restore it from a backup, or remove it and restart "
-    "the publisher"
+    "the object is damaged and was not used; if it stays so, restore it from a backup, or remove "
+    "it and restart the publisher"
 )
 
 

@@ -89,7 +89,7 @@ def purpose(package: str) -> str:
 
 
 def exits() -> str:
-    """Every error class by its exit code: what it says, and what to do."""
+    """Every error class by its exit code: what to do; what it says too, if that is not plain."""
     found: dict[int, list[type[DeltaChainError]]] = {}
     for kind in _family(DeltaChainError):
         found.setdefault(kind.exit_code, []).append(kind)
@@ -99,8 +99,8 @@ def exits() -> str:
         parts += [f"## Exit code {code}: `{kinds[0].__name__}`"]
         hints = {kind: kind.default_hint or actions.get(kind.__name__) for kind in kinds}
         rows = [
-            f"* `{kind.__name__}`: {_first(kind.__doc__)} *{hint[0].upper()}{hint[1:]}"
-            f"{' (retryable)' if kind.retryable else ''}.*"
+            f"* `{kind.__name__}`: {'' if kind.default_hint else _first(kind.__doc__) + ' '}"
+            f"*{hint[0].upper()}{hint[1:]}{' (retryable)' if kind.retryable else ''}.*"
             for kind, hint in hints.items()
             if hint
         ]
