@@ -177,11 +177,11 @@ def _first(docstring: str | None) -> str:
 
 def metrics() -> str:
     """Every metric and its meaning; counters end in ``_total``."""
-    return "\n".join(
-        f"* `deltachain_{name}{end}`: {about}"
-        for known, end in ((GAUGES, ""), (COUNTERS, "_total"))
-        for name, about in known.items()
-    )
+    kinds = ((GAUGES, ""), (COUNTERS, "_total"))
+    rows = {f"deltachain_{name}{end}": known[name] for known, end in kinds for name in known}
+    left = max(map(len, rows)) + 2
+    lines = "\n".join(f"{name:{left}}{about}" for name, about in rows.items())
+    return lines.join(("```text\n", "\n```"))
 
 
 MAKERS: Final[dict[str, Callable[[], str]]] = {
