@@ -132,7 +132,8 @@ def _command(
 ) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
-    yield f"`deltachain {name} {places}".rstrip() + "`"
+    if places != "URL":
+        yield f"`deltachain {name} {places}".rstrip() + "`"
     text = inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
     about, *examples = text.split("\n\nExample: ")
     yield "\n\n".join((about, *examples[:1]))  # the help has all of them
