@@ -35,8 +35,8 @@ def doctor(
     """Find faults that keep a publisher or a follower from working on this machine.
 
     Checks environment variables and their files, packages, engines and plugins, TLS and proxies,
-    the store, its clock and the chain, and tells how a start would end. Exits with 1 if it finds a
-    fault; a note may be intended.
+    the store, its clock and the chain, and how a start would end. Exits with 1 if it finds a fault;
+    a note may be intended.
 
     Example: `deltachain doctor s3://policies/run-1`
 

@@ -28,9 +28,9 @@ def keygen(
 ) -> None:
     """Make a key with which a publisher signs, and print its public key.
 
-    The file holds the private key, readable by its owner alone; an existing file is refused. Give
-    the publisher the file in DELTACHAIN_SIGNING_KEY, and followers the printed line, or a file of
-    such lines, in DELTACHAIN_TRUSTED_KEYS.
+    The new file holds the private key, readable by its owner alone: the publisher's
+    DELTACHAIN_SIGNING_KEY. The printed line, or a file of such lines, is the followers'
+    DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain keygen policy.key`
     """
@@ -59,8 +59,8 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
 
     Signs an unsigned chain's identity with the key in DELTACHAIN_SIGNING_KEY and commits a signed
     version without changes, which fences the publisher. The whole chain then counts as signed:
-    verify it before. Chains signed from the first version need no such command. On a signed chain,
-    run it with a new key before the old one leaves DELTACHAIN_TRUSTED_KEYS.
+    verify it before. On a signed chain, run it with a new key before the old one leaves
+    DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain sign /mnt/policy`
     """

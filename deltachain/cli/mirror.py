@@ -48,7 +48,7 @@ def mirror(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Copy a chain into another store, byte for byte, in the order of dependence.
 
-    Digests are proven first. Ended at any moment, it leaves a readable chain; the next start
+    Digests are proven first. Ended at any moment, it leaves a readable chain, and the next start
     continues. Publishers refuse the mirror until it is promoted.
 
     Example: `deltachain mirror s3://policies/run-1 hf://buckets/me/run-1 --follow`
