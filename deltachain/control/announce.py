@@ -1,5 +1,6 @@
 """Announcements of new versions to all replicas of a policy."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,20 @@ class Fleet(Closeable):
             self._changed.wait_for(lambda: self._closed, pause_s)
             self._changed.wait_for(lambda: self._closed or behind())
             return None if self._closed else self._wanted
+
+
+def tell(servers: Sequence[str], version: Version, *, deadline: float) -> None:
+    """Announce a version to servers, each ``HOST:PORT``, with the token in ``DELTACHAIN_TOKEN``.
+
+    Raises:
+        ConfigError: A server occurs twice.
+        ControlPlaneError: A server does not hold the version before the deadline, in seconds.
+    """
+    token = os.environ.get("DELTACHAIN_TOKEN", "")
+    with Fleet([f"http://{server}" for server in servers], token=token) as fleet:
+        announced = fleet.announce(version, deadline=deadline)
+    if not announced.enough:
+        raise ControlPlaneError(f"{announced}: {dict(announced.trouble)}")
 
 
 def _update(client: ReplicaClient, wanted: _Wanted) -> tuple[Version | None, str]:

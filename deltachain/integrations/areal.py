@@ -1,34 +1,44 @@
 """AReaL: weight updates that are versions of a chain, in place of checkpoints on a shared disk."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from areal.api import TrainEngine
 from torch import distributed
 
-from deltachain.control.announce import Fleet
+from deltachain.control.announce import tell
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 
 
-class PublishingActor(TrainEngine):  # type: ignore[misc]  # AReaL's types come with AReaL
-    """First base of a training engine of AReaL: each rank publishes its shards.
+def publishing(
+    engine: type[TrainEngine],
+    url: str,
+    *,
+    deadline_s: float = 300.0,
+    **settings: Any,  # noqa: ANN401 - fields of PublishConfig
+) -> type[TrainEngine]:
+    """Return a training engine of AReaL whose ranks publish their shards.
 
     Servers follow the chain. AReaL's launchers tell trainers where they are, by the variable
     ``AREAL_LLM_SERVER_ADDRS``; ``DELTACHAIN_TOKEN`` is the token of their routes. They generate
     while a version is published and staged, and nothing is aborted. LoRA goes AReaL's own way.
 
-    Attributes:
-        chain: Location of the chain, to set in a subclass.
-        settings: Fields of :class:`~deltachain.PublishConfig`. The dtype is the engine's.
+    Args:
+        engine: Class of the engine, such as ``areal.engine.FSDPPPOActor``.
+        url: Location of the chain.
         deadline_s: Seconds that an update waits for the servers.
+        settings: Fields of :class:`~deltachain.PublishConfig`; ``dtype`` is the engine's.
     """
+    members = {"_url": url, "_deadline_s": deadline_s, "_settings": settings}
+    return type(engine.__name__, (_Publishing, engine), members)
 
-    chain: ClassVar[str]
-    settings: ClassVar[Mapping[str, Any]] = {}
-    deadline_s: ClassVar[float] = 300.0
+
+class _Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with AReaL
+    _url: str
+    _deadline_s: float
+    _settings: dict[str, Any]
     _publisher: Publisher | None = None
 
     def update_weights(self, meta: Any) -> None:  # noqa: ANN401 - AReaL's WeightUpdateMeta
@@ -42,20 +52,22 @@ class PublishingActor(TrainEngine):  # type: ignore[misc]  # AReaL's types come 
         if meta.use_lora:
             super().update_weights(meta)
             return
-        addresses = [one for one in os.environ.get("AREAL_LLM_SERVER_ADDRS", "").split(",") if one]
-        if not addresses:
+        servers = [one for one in os.environ.get("AREAL_LLM_SERVER_ADDRS", "").split(",") if one]
+        if not servers:
             hint = "start the trainer by a launcher of AReaL, or set AREAL_LLM_SERVER_ADDRS"
             raise ConfigError("no server to tell of the weights", hint=hint)
         if self._publisher is None:
             waits = {"when_busy": "wait", "on_error": "warn"}  # each update raises its own error
-            dtype = getattr(torch, self.config.dtype)
-            config = PublishConfig.at(
-                self.chain, None, **{**waits, "dtype": dtype, **self.settings}
-            )
-            self._publisher = Publisher(config).attach(self.model)
-        receipt = self._publisher.publish(step=meta.version).result()
-        trouble = [_trouble(addresses, receipt.version, self.deadline_s)]
-        distributed.broadcast_object_list(trouble, group=self.cpu_group)  # what rank 0 found
+            given = waits | {"dtype": getattr(torch, self.config.dtype)} | self._settings
+            self._publisher = Publisher(PublishConfig.at(self._url, None, **given))
+            self._publisher.attach(self.model)
+        receipt, trouble = self._publisher.publish(step=meta.version).result(), [""]
+        if distributed.get_rank() == 0:
+            try:
+                tell(servers, receipt.version, deadline=self._deadline_s)
+            except DeltaChainError as error:  # the other ranks wait
+                trouble = [str(error)]
+        distributed.broadcast_object_list(trouble, group=self.cpu_group)
         if trouble[0]:
             raise ControlPlaneError(trouble[0])
 
@@ -64,16 +76,3 @@ class PublishingActor(TrainEngine):  # type: ignore[misc]  # AReaL's types come 
         if self._publisher is not None:
             self._publisher.close()
         super().destroy()
-
-
-def _trouble(addresses: Sequence[str], version: int, deadline_s: float) -> str:
-    """Tell servers of a version, on rank 0; return why it cannot be said that they hold it."""
-    if distributed.get_rank():
-        return ""
-    token = os.environ.get("DELTACHAIN_TOKEN", "")
-    try:
-        with Fleet([f"http://{one}" for one in addresses], token=token) as fleet:
-            told = fleet.announce(version, deadline=deadline_s)
-    except DeltaChainError as error:  # the other ranks wait
-        return str(error)
-    return "" if told.enough else f"{told}: {dict(told.trouble)}"

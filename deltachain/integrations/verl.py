@@ -1,7 +1,6 @@
 """verl: the checkpoint engine ``deltachain``, and a manager for engines that follow the chain."""
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Final
@@ -13,7 +12,7 @@ from verl.utils.ray_utils import auto_await
 
 from deltachain import errors
 from deltachain.chain.chain import Chain
-from deltachain.control.announce import Fleet
+from deltachain.control.announce import tell
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -147,12 +146,9 @@ class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
         sent = await asyncio.gather(*self.actor_wg.update_weights(**step, mode=self.backend))
         metrics: dict[str, float] = next(filter(None, sent))
         version, given = int(metrics["deltachain/version"]), self.config.engine_kwargs[BACKEND]
-        addresses = [f"http://{replica.server_address}" for replica in self.replicas]
-        with Fleet(addresses, token=os.environ.get("DELTACHAIN_TOKEN", "")) as fleet:
-            wait_s = given.get("deadline_s", DEADLINE_S)
-            told = await asyncio.to_thread(fleet.announce, version, deadline=wait_s)
-        if not told.enough:
-            raise errors.ControlPlaneError(f"{told}: {dict(told.trouble)}")
+        servers = [replica.server_address for replica in self.replicas]
+        wait_s = given.get("deadline_s", DEADLINE_S)
+        await asyncio.to_thread(tell, servers, version, deadline=wait_s)
         labels = (one.server_handle.set_global_steps for one in self.replicas)
         await asyncio.gather(*(label.remote(global_steps) for label in labels))
         return metrics

@@ -108,7 +108,7 @@ class Placement(LiveElements):
     @override
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
         kernels, found = kernels_for(bits), StateDigest()
-        if self._is_run:
+        if self.is_run:
             return kernels.digest(key, kernels.flat(bits), self.offset)
         for block, numbers in self.numbers():
             indices = kernels.receive(numbers, bits)
@@ -116,14 +116,14 @@ class Placement(LiveElements):
         return found
 
     @property
-    def _is_run(self) -> bool:
+    def is_run(self) -> bool:
         return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
 
     @override
     def locate(self, indices: LiveBits) -> "tuple[Any, LiveBits]":
         first, last = kernels_for(indices).bounds(indices, *self.span)
         near: Any = indices[first:last]
-        if self._is_run:
+        if self.is_run:
             scale = self.dims[0].live if self.dims else 1
             scaled = near if scale == 1 else near * scale
             return slice(first, last), scaled + (self.at - self.offset * scale)

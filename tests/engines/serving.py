@@ -369,10 +369,10 @@ def clients(
 
 
 def run_program(
-    module: str, *arguments: str, **environment: str
+    module: str, *arguments: str, python: str = sys.executable, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [python, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -382,9 +382,9 @@ def run_program(
     )
 
 
-def said_by(module: str, *arguments: str) -> dict[str, Any]:
+def said_by(module: str, *arguments: str, **how: str) -> dict[str, Any]:
     """What a program that ends with 0 prints as its last line, in JSON."""
-    done = run_program(module, *arguments)
+    done = run_program(module, *arguments, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen

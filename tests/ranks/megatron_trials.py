@@ -90,7 +90,7 @@ def _megatron(rank: int, parallel: str, url: str, folder: str) -> None:
     )
     sizes = TINY | {"vocab_size": 61, "head_dim": 8, "num_hidden_layers": 4}
     experts: dict[str, Any] = {
-        "moe_intermediate_size": 16,
+        "moe_intermediate_size": TINY["intermediate_size"] // 3,
         "num_experts": 4,
         "num_experts_per_tok": 2,
     }

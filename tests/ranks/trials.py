@@ -64,8 +64,9 @@ WIDTH, INNER, VOCAB, EXPERTS = 20, 36, 131, 3
 
 
 class Block(nn.Module):
-    def __init__(self, inner: int = INNER) -> None:
+    def __init__(self, inner: int = 0) -> None:
         super().__init__()
+        inner = inner or INNER
         self.norm = nn.LayerNorm(WIDTH)
         self.gate = nn.Linear(WIDTH, inner, bias=False)
         self.up = nn.Linear(WIDTH, inner)
@@ -78,7 +79,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, inner: int = INNER, *, frozen: bool = True) -> None:
+    def __init__(self, inner: int = 0, *, frozen: bool = True) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -251,7 +252,7 @@ def set_up(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = LAYOUTS[layout]()
     trained = [p for p in model.parameters() if p.requires_grad]
     some = trained or [nn.Parameter(torch.zeros(1))]
-    return model, torch.optim.AdamW(some, lr=2e-3, foreach=False)
+    return model, torch.optim.AdamW(some, lr=RATE, foreach=False)
 
 
 RATE = 2e-3

@@ -6,6 +6,7 @@ only its own engines read, and pause them for a reload.
 
 from typing import Any, Self
 
+import ray
 from skyrl.backends.skyrl_train.weight_sync.delta import trainer as theirs
 from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
 from skyrl.backends.skyrl_train.weight_sync.weight_senders import SkyrlTrainerCapabilities
@@ -49,8 +50,10 @@ class DeltaChainSender(SkyrlTrainerCapabilities, DeltaChainTrainer):  # type: ig
         super().send_weights()
 
 
-class PublishingWorker:
-    """First base of a policy worker of SkyRL: its processes register the sender."""
+def publishing(worker: type) -> Any:
+    """Return an actor class of Ray, with a GPU each, of a policy worker of SkyRL that publishes."""
+    members = {"sender": DeltaChainSender}  # so that each of its processes imports this module
+    return ray.remote(num_gpus=1)(type(worker.__name__, (worker,), members))
 
 
 WeightTransferTrainerFactory.register_engine(theirs.DELTA_BACKEND, DeltaChainSender)

@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from deltachain.kernels.protocol import LiveBits
+from deltachain.kernels.protocol import LiveBits, same_bits
 from deltachain.replica.placements import Placement
 from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import WIRE_NAMES
@@ -37,12 +37,12 @@ class ReadBack:
 
 def read_back(source: LoadedCheckpoint, placements: Mapping[str, Sequence[Placement]]) -> ReadBack:
     def compare(name: str) -> tuple[str, bool]:
-        bits, why, is_changed = source.bits(name), "", False
+        why, is_changed = "", False
         for place in placements[name]:
             dtype = WIRE_NAMES.get(place.live.dtype)
             if dtype != source.specs[name].dtype:
                 why = why or f"the engine serves it as {dtype}"
-            elif not holds_bits([place], bits):
+            elif not _holds(source, name, place):
                 why, is_changed = why or "the engine changed its bits after loading", True
         return why, is_changed
 
@@ -53,6 +53,11 @@ def read_back(source: LoadedCheckpoint, placements: Mapping[str, Sequence[Placem
     changed = frozenset(name for name, (_, is_changed) in found.items() if is_changed)
     held = {name: placements[name] for name in placed if name not in reasons}
     return ReadBack(reasons, changed, held)
+
+
+def _holds(source: LoadedCheckpoint, name: str, place: Placement) -> bool:
+    view: Any = place.view
+    return all(same_bits(view[where], bits) for where, bits in source.parts(name, place))
 
 
 def again(
@@ -68,7 +73,9 @@ def again(
 
 def _write_again(source: LoadedCheckpoint, sharing: Iterable[tuple[str, Placement]]) -> None:
     for name, place in sharing:
-        write_bits([place], source.bits(name))
+        view: Any = place.view
+        for where, bits in source.parts(name, place):
+            view[where] = bits
 
 
 def _is_covered(sharing: Sequence[tuple[str, Placement]]) -> bool:

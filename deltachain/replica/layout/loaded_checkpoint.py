@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.kernels import host
-from deltachain.kernels.protocol import LiveBits
+from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.kernels.torch_kernels import bits_of, live_bits
+from deltachain.replica.placements import Placement
 from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.threads import Pool, empty
 from deltachain.torch_names import TORCH_DTYPES
@@ -36,6 +37,9 @@ LARGE: Final = 16.0
 
 FIRST: Final = 1 << 12
 """Number of elements that show of nearly every tensor that they are not all equal."""
+
+PIECE: Final = 8 << 20
+"""Bytes that are read at a time, into memory that is used again."""
 
 PERIOD: Final = 524_287
 """Number of random steps: a prime above the rows of a vocabulary, so no two rows share them."""
@@ -220,10 +224,21 @@ class LoadedCheckpoint:
         )
 
     def bits(
-        self, name: str, most: int | None = None, make: Callable[..., Any] = empty
+        self, name: str, high: int | None = None, make: Callable[..., Any] = empty, low: int = 0
     ) -> npt.NDArray[Any]:
-        """Return the bits of a tensor, or of its first elements, in memory that may be shared."""
-        return self.checkpoint.bits(self.names[name][0], high=most, make=make)
+        """Return the bits of a tensor, or of its elements ``[low, high)``; memory may be shared."""
+        return self.checkpoint.bits(self.names[name][0], low, high, make=make)
+
+    def parts(self, name: str, place: Placement) -> Iterator[tuple[Any, LiveBits]]:
+        """Yield the bits of a place, where it is, by blocks of its view; a large one in several."""
+        most = PIECE // self.specs[name].itemsize
+        if not place.is_run or place.numel <= most:
+            yield ..., place.take(self.bits(name))
+            return
+        for start in range(0, place.numel, most):
+            stop = min(start + most, place.numel)
+            bits = self.bits(name, place.offset + stop, low=place.offset + start)
+            yield slice(start, stop), kernels_for(place.storage).receive(bits, place.storage)
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))

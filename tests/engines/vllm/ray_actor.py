@@ -41,26 +41,39 @@ class Replica(LLM):  # type: ignore[misc]
         self.subscriber = deltachain_vllm.subscribe(self, url)
 
     def update_weights(self, request: Any) -> None:
-        self.subscriber.update(request.update_info["version"])
+        self.update(request.update_info["version"])
 
-    def digests(self) -> dict[str, str]:
+    def update(self, version: int) -> None:
+        self.subscriber.update(version)
+
+    def holds(self, checkpoint: Path) -> bool:
         (found,) = self.collective_rpc("compute_weight_checksums")
-        return {name.partition(":pcp0:")[2]: text for name, text in found.items()}
+        held = {name.partition(":pcp0:")[2]: text for name, text in found.items()}
+        return held == {name: digest(bits) for name, bits in sharded(checkpoint, 1).items()}
+
+
+def follower(base: Path, url: str, **where: Any) -> Any:
+    actor = (
+        ray.remote(Replica)
+        .options(**where)
+        .remote(
+            str(base),
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            weight_transfer_config=WeightTransferConfig(backend="deltachain"),
+            worker_extension_cls="tests.engines.vllm.plain.WorkerExtension",
+        )
+    )
+    ray.get(actor.follow.remote(url))
+    return actor
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     trained, url = Run(folder), (folder / "chain").as_uri()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    replica = ray.remote(Replica).remote(
-        str(trained.base),
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=256,
-        weight_transfer_config=WeightTransferConfig(backend="deltachain"),
-        worker_extension_cls="tests.engines.vllm.plain.WorkerExtension",
-    )
-    ray.get(replica.follow.remote(url))
+    replica = follower(trained.base, url)
     engine = WeightTransferTrainerFactory.trainer_init(
         DeltaChainTrainerInit(url, {"dtype": "BF16"}),
         client=RayVLLMWeightSyncClient(replica),
@@ -70,9 +83,8 @@ def main() -> None:
     for _ in range(STEPS):
         trained.step()
         engine.send_weights()
-        wanted = {name: digest(bits) for name, bits in sharded(trained.saved(), 1).items()}
-        held = ray.get(replica.digests.remote())
-        seen.append([ray.get(replica.get_weight_version.remote()), held == wanted])
+        same = ray.get(replica.holds.remote(trained.saved()))
+        seen.append([ray.get(replica.get_weight_version.remote()), same])
     engine.shutdown()
     ray.shutdown()
     sys.stdout.write(f"{json.dumps(seen)}\n")

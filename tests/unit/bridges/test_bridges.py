@@ -29,7 +29,7 @@ from deltachain.store import open_store
 from deltachain.types import TensorSpec
 from tests.bench.layouts import load
 from tests.support.values import present
-from tests.unit.cli.support import ok, refused
+from tests.unit.cli.support import ok, refused, running
 
 Bytes: TypeAlias = dict[str, npt.NDArray[np.uint8]]
 
@@ -499,12 +499,17 @@ def test_a_folder_that_somebody_else_wrote_is_not_replaced(tmp_path: Path) -> No
 def test_commands_export_and_import(run: Run, tmp_path: Path) -> None:
     out, copy = tmp_path / "files", tmp_path / "copy"
     words = ("export", run.chain, out, "--dialect", "skyrl")
+    back = ("import", out, copy, "--dialect", "skyrl")
     assert ok(*words, "--json").document["full"]
-    run.step()
-    assert "version 1  changes" in ok(*words).stdout
-    done = ok("import", out, copy, "--dialect", "skyrl")
-    assert "number 0" in done.stdout
-    assert "number 1" in done.stdout
-    same(raw(model_of(copy)), run.raw())
+    assert "number 0" in ok(*back).stdout
+    follow = ("--follow", "--poll", 0.1)
+    with running(*words, *follow) as exports, running(*back, *follow) as imports:
+        for number in (1, 2):
+            run.step()
+            assert f"version {number}  changes" in exports.line()
+            assert f"number {number}" in imports.line()
+            same(raw(model_of(copy)), run.raw())
+        assert exports.end(signal.SIGTERM).code == 0
+        assert imports.end(signal.SIGINT).code == 130
     refused(*words, "--full-every", 3, code=2, said="leave --full-every out")
     refused("import", out, copy, "--dialect", "nemo", code=2, said="dialect 'nemo'")

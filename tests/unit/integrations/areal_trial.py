@@ -23,15 +23,11 @@ from areal.engine import FSDPPPOActor, RemotevLLMEngine
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from deltachain.integrations.areal import PublishingActor
+from deltachain.integrations.areal import publishing
 from examples.demo.online.processes import free_port
 
 STEPS, RANKS, RATE = 20, 2, 1e-3
 NAMES = {"experiment_name": "deltachain", "trial_name": "trial"}
-
-
-class Actor(PublishingActor, FSDPPPOActor):
-    pass
 
 
 def loss(logits: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -44,8 +40,8 @@ class Rank:
         os.environ["AREAL_LLM_SERVER_ADDRS"] = address  # as AReaL's launchers do
         optimizer = OptimizerConfig(type="adam", lr=RATE, lr_scheduler_type="constant")
         made = {"path": path, "optimizer": optimizer, "attn_impl": "sdpa", **NAMES}
-        Actor.chain = url
-        self.actor = Actor(PPOActorConfig(backend=f"fsdp:d{RANKS}", **made))
+        config = PPOActorConfig(backend=f"fsdp:d{RANKS}", **made)
+        self.actor = publishing(FSDPPPOActor, url)(config)
         self.actor.create_process_group(ParallelStrategy(data_parallel_size=RANKS))
         spec = FinetuneSpec(total_train_epochs=1, dataset_size=STEPS, train_batch_size=1)
         self.actor.initialize(None, spec)

@@ -8,8 +8,9 @@ import asyncio
 import sys
 from typing import Any
 
-from tests.unit.integrations.lockstep import Ranks, tell  # isort: skip  # before others log
+from tests.unit.integrations.lockstep import tell  # isort: skip  # before others log
 
+import ray
 import torch
 from skyrl.backends.skyrl_train.inference_servers.setup import build_new_inference_client
 from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
@@ -23,13 +24,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from deltachain.errors import ConfigError
-from deltachain_vllm.skyrl import PublishingWorker
+from deltachain_vllm.skyrl import publishing
 from examples.demo.online.processes import free_port
+from tests.engines.vllm.ray_cluster import clustered
 
 STEPS, RANKS, RATE = 20, 2, 1e-3
 
 
-class Policy(PublishingWorker, PolicyWorkerBase):
+class Policy(PolicyWorkerBase):
     async def start(self, path: str, client: Any, engines: Any) -> str:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo")  # by the variables that SkyRL has set
@@ -87,21 +89,29 @@ async def main() -> None:
     validate_cfg(config)
     engines = config.generator.inference_engine
     client, _ = build_new_inference_client(config, None)
-    port = free_port()
-    place = {"master_addr": "127.0.0.1", "master_port": port, "world_size": RANKS}
+    place = {"master_addr": "127.0.0.1", "master_port": free_port(), "world_size": RANKS}
     made = {"cfg": config.trainer, "local_rank": 0, "sequence_parallel_size": 1, **place}
-    ranks = Ranks(RANKS, port, lambda rank: Policy(rank=rank, **made))
-    refused = ranks.each("start", path, client, engines)
+    cluster = clustered({"num_gpus": RANKS})  # by name
+    worker = publishing(Policy)
+    ranks = [worker.remote(rank=rank, **made) for rank in range(RANKS)]
+
+    def each(method: str, *arguments: Any) -> list[Any]:
+        found: list[Any] = ray.get([getattr(rank, method).remote(*arguments) for rank in ranks])
+        return found
+
+    refused = each("start", path, client, engines)
     assert refused == ["the chain has no weights of the draft model"] * RANKS, refused
     for step in range(1, STEPS + 1):
-        ranks.each("step", step, engines)
-        ranks.each("save", f"{path}-{step}")
+        each("step", step, engines)
+        each("save", f"{path}-{step}")
         asked = {
             "prompt_token_ids": [[5, 6, 7]],
             "sampling_params": {"max_tokens": 4, "ignore_eos": True},
         }
         tell(len((await client.generate(asked))["response_ids"][0]))
     await client.teardown()
+    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":

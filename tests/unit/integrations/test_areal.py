@@ -38,10 +38,9 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     vars(module)["TrainEngine"] = TrainEngine
     monkeypatch.setitem(sys.modules, "areal", ModuleType("areal"))
     monkeypatch.setitem(sys.modules, "areal.api", module)
-    publishing = importlib.import_module("deltachain.integrations.areal").PublishingActor
+    publishing = importlib.import_module("deltachain.integrations.areal").publishing
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    fields = {"chain": str(tmp_path / "chain"), "deadline_s": 0.2}
-    made = type("Engine", (publishing, TrainEngine), fields)()
+    made = publishing(TrainEngine, str(tmp_path / "chain"), deadline_s=0.2)()
     yield made
     made.destroy()
     distributed.destroy_process_group()
@@ -53,7 +52,7 @@ def meta(version: int, *, lora: bool = False) -> Any:
 
 
 def test_an_update_that_no_server_takes_is_raised_and_stays_committed(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(errors.ConfigError, match="no server"):
         engine.update_weights(meta(1))
@@ -63,7 +62,7 @@ def test_an_update_that_no_server_takes_is_raised_and_stays_committed(
         with pytest.raises(errors.ControlPlaneError, match=expected):
             engine.update_weights(meta(7))
     held = {name: torch.zeros_like(one).bfloat16() for name, one in engine.model.named_parameters()}
-    with Subscriber(engine.chain, held) as subscriber:
+    with Subscriber(str(tmp_path / "chain"), held) as subscriber:
         assert present(subscriber.update()).version == 2
         assert present(subscriber.last).step == 7
     assert torch.equal(held["weight"], engine.model.weight.bfloat16())

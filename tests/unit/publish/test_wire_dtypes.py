@@ -135,7 +135,7 @@ def test_layers_of_one_shape_share_their_tables() -> None:
 
 @pytest.mark.parametrize("turn", [[], [Transpose(1, 2)]])
 def test_a_conversion_takes_no_memory_for_its_elements(turn: list[ConversionOps]) -> None:
-    extra: dict[str, Any] = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
+    extra: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
     with torch.device("meta"):
         model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | extra, num_experts_per_tok=2))
     parts = [f"mlp.experts.*.{kind}_proj.weight" for kind in ("gate", "up")]

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels import numba_kernels, torch_kernels
-from deltachain.replica.layout.discover import Layout, discover, rediscover
+from deltachain.replica.layout import loaded_checkpoint
+from deltachain.replica.layout.discover import Layout, discover, recorded, rediscover
+from deltachain.replica.layout.in_place import again
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
 from deltachain.replica.layout.module_members import (
     Members,
@@ -385,6 +387,21 @@ def test_one_bit_that_differs_is_enough(one_layer: Make) -> None:
     vars(source)["bits"] = lambda *_: bits_of.copy()
     model.p.data.copy_(torch.from_numpy(bits_of.view(np.int16)).view(torch.bfloat16).view(4, 6))
     assert untouched(model, source).classes == {"w": "in_place"}
+
+
+@pytest.mark.parametrize("at", range(0, 24, 5))
+def test_a_large_tensor_is_read_in_parts(
+    one_layer: Make, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded_checkpoint, "PIECE", 14)
+    model, source = one_layer(PLANNED["copy"])
+    assert untouched(model, source).classes == {"w": "in_place"}
+    bits = model.p.data.view(torch.int16).view(-1)
+    bits[at] ^= 1
+    assert list(recorded(model, source).readback.changed) == ["w"]
+    (write,) = again(source, recorded(model, source).placements).values()
+    write()
+    assert not recorded(model, source).readback.changed
 
 
 def test_a_layer_with_a_hidden_copy_is_reloaded(one_layer: Make) -> None:

@@ -1,0 +1,64 @@
+"""``.venv-trainers/bin/python -m tests.ranks.peaks deepspeed_trials:zero 4 3``: memory of a rank.
+
+A trial of a framework with a larger model, without its comparisons. Each rank says in MB how large
+the model is in the wire dtype, what it keeps beside it once it is attached, and what it takes more
+while it publishes, at most. ``trials:ten_steps 4 flat`` is FSDP1.
+"""
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, Final
+
+from deltachain.publish import PublishConfig, Publisher
+from tests.ranks import transformers_trials, trials
+from tests.ranks.bench import _peak, _reset_peak, _resident, _warm_up
+from tests.ranks.spawn import run
+
+LARGER: Final = {"hidden_size": 1024, "intermediate_size": 3072}
+VERSIONS: Final = 10
+
+
+def measure(rank: int, trial: str, how: str, folder: str) -> None:
+    _warm_up(folder)
+    trials.WIDTH, trials.INNER, trials.VOCAB = 1024, 3072, 4099
+    transformers_trials.TINY |= LARGER
+    module, _, function = trial.partition(":")
+    there = importlib.import_module(f"tests.ranks.{module}")
+    vars(there).update(publishes=_publishes, attaches=lambda *_: None, RATE=3e-6)
+    rest = (0, VERSIONS) if trial == "trials:ten_steps" else ()
+    getattr(there, function)(rank, how, f"{folder}/chain", folder, *rest)
+
+
+def _publishes(
+    rank: int, model: Any, train: Callable[[int], None], *given: Any, numbers: object = None
+) -> None:
+    del numbers
+    train(0)  # the optimizer's state is there from here on
+    before = _resident()
+    config = PublishConfig(url=given[1], dtype="BF16", when_busy="wait", part_nbytes=4 << 20)
+    with Publisher(config).attach(model) as publisher:
+        kept, more, changed = _resident() - before, 0, 0.0
+        for number in range(1, VERSIONS + 1):
+            train(number)
+            now = _resident()
+            _reset_peak()
+            receipt = publisher.publish(step=number).result(60)
+            more, changed = max(more, _peak() - now), max(changed, receipt.density)
+    whole = 2 * receipt.numel
+    figures = (f"{one / 1e6:.1f}" for one in (whole, kept, more))
+    said = f"rank {rank}: model, kept, more: {' '.join(figures)} MB, {changed:.1%} changed"
+    sys.stdout.write(f"{said}\n")
+
+
+def main() -> None:
+    trial, ranks, how = sys.argv[1:]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        run("tests.ranks.peaks:measure", int(ranks), trial, how, folder)
+
+
+if __name__ == "__main__":
+    main()
