@@ -195,9 +195,8 @@ class ForkedChainError(ChainError):
     """The history in the store is not the history that led to the held version."""
 
     default_hint = (
-        "two histories exist: find out which publishers wrote them, and stop all but one; to follow "
-        "the one in the store, roll replicas back to a version before it parts from the other "
-        "(`rollback`, then `release`), or let them join again from nothing"
+        "two histories exist: stop the publisher of one; to follow the store's, roll replicas back to "
+        "a version before they part (`rollback`, then `release`), or let them join from nothing"
     )
 
 
@@ -206,8 +205,8 @@ class StoreWentBackError(ChainError):
 
     retryable = True
     default_hint = (
-        "an older copy of the store was restored, or its newest versions were removed: put them "
-        "back; if they are lost for good, roll replicas back to a version that is there"
+        "an older copy was restored, or the newest versions were removed: put them back; if they "
+        "are lost, roll replicas back to an existing version"
     )
 
 
@@ -219,11 +218,11 @@ class MirrorLagsError(ChainError):
 
 
 class StaleChainError(ChainError):
-    """The store shows older versions or records than its heartbeat names, or than is allowed."""
+    """The store shows older versions or records than its heartbeat names, or the limit allows."""
 
     retryable = True
     default_hint = (
-        "the publisher does not run, or the store withholds what is newer; see which, or raise "
+        "the publisher does not run, or the store withholds newer versions; see which, or raise "
         "DELTACHAIN_MAX_HEARTBEAT_AGE_S"
     )
 
@@ -232,8 +231,8 @@ class BrokenChainError(ChainError):
     """No readable sequence of edges leads to the version."""
 
     default_hint = (
-        "restart the publisher, which adds an anchor, or restore what was lost from a backup; or give "
-        "the command the base checkpoint"
+        "restart the publisher, which adds an anchor, restore a backup, or give the command the base "
+        "checkpoint"
     )
 
 
@@ -263,8 +262,8 @@ class UnsupportedFormatError(FormatError):
 
 
 _DAMAGED: Final = (
-    "the object is damaged and was not used; if it stays so, put it back from a backup, "
-    "or remove it and start the publisher again"
+    "the object is damaged and was not used; if it stays so, restore it from a backup, or remove "
+    "it and restart the publisher"
 )
 
 
@@ -278,7 +277,7 @@ class SignatureError(FormatError):
     """The document is not signed by a trusted key; nothing of it was used."""
 
     default_hint = (
-        "another writer signed it, the writer has no signing key, or its public key is missing from "
+        "the writer is another, has no signing key, or its public key is missing from "
         "DELTACHAIN_TRUSTED_KEYS"
     )
 
@@ -345,7 +344,7 @@ class PartialApplyError(ApplyError):
 class LeaderReplacedError(PartialApplyError):
     """Another leader has attached to the ranks of this replica; nothing was written."""
 
-    default_hint = "a replica has one leader: stop this one, or restart the engine to attach again"
+    default_hint = "stop this leader, or restart the engine to attach again"
 
 
 class ExpertsMovedError(PartialApplyError):
@@ -357,7 +356,7 @@ class ExpertsMovedError(PartialApplyError):
 class UnfinishedSwapError(ApplyError):
     """A rank could not load a version; it loads the old bits again when all ranks do."""
 
-    default_hint = "the leader undoes the swap on every rank; if it cannot, it heals the replica"
+    default_hint = "the leader undoes the swap on every rank, or heals the replica"
 
 
 class PoisonedError(ApplyError):

@@ -89,7 +89,7 @@ def purpose(package: str) -> str:
 
 
 def exits() -> str:
-    """Every error class by its exit code: what it says, and what to do."""
+    """Every error class by its exit code: what to do; what it says too, if that is not plain."""
     found: dict[int, list[type[DeltaChainError]]] = {}
     for kind in _family(DeltaChainError):
         found.setdefault(kind.exit_code, []).append(kind)
@@ -99,8 +99,8 @@ def exits() -> str:
         parts += [f"## Exit code {code}: `{kinds[0].__name__}`"]
         hints = {kind: kind.default_hint or actions.get(kind.__name__) for kind in kinds}
         rows = [
-            f"* `{kind.__name__}`: {_first(kind.__doc__)} *{hint[0].upper()}{hint[1:]}"
-            f"{' (retryable)' if kind.retryable else ''}.*"
+            f"* `{kind.__name__}`: {'' if kind.default_hint else _first(kind.__doc__) + ' '}"
+            f"*{hint[0].upper()}{hint[1:]}{' (retryable)' if kind.retryable else ''}.*"
             for kind, hint in hints.items()
             if hint
         ]
@@ -132,17 +132,20 @@ def _command(
 ) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
-    yield f"`deltachain {name} {places}".rstrip() + " [OPTIONS]`"
-    yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
+    if places != "URL":
+        yield f"`deltachain {name} {places}".rstrip() + "`"
+    text = inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
+    about, *examples = text.split("\n\nExample: ")
+    yield "\n\n".join((about, *examples[:1]))  # the help has all of them
     if own := [_row(option) for option in options if option not in shared]:
         yield "\n".join(own)
-    others = [names for names, help_ in options if (names, help_) in shared and names != "`--json`"]
+    others = [names.partition(",")[0] for names, help_ in options if (names, help_) in shared]
     if others:
         yield f"{'Also' if own else 'Options:'} {', '.join(others)}."
 
 
 def _is_shown(param: Any) -> bool:  # noqa: ANN401 - typer's own
-    return bool(param.param_type_name == "option" and param.help)
+    return bool(param.param_type_name == "option" and param.help and param.name != "as_json")
 
 
 def _option(option: Any) -> tuple[str, str]:  # noqa: ANN401 - typer's own
@@ -175,11 +178,11 @@ def _first(docstring: str | None) -> str:
 
 def metrics() -> str:
     """Every metric and its meaning; counters end in ``_total``."""
-    return "\n".join(
-        f"* `deltachain_{name}{end}`: {about}"
-        for known, end in ((GAUGES, ""), (COUNTERS, "_total"))
-        for name, about in known.items()
-    )
+    kinds = ((GAUGES, ""), (COUNTERS, "_total"))
+    rows = {f"deltachain_{name}{end}": known[name] for known, end in kinds for name in known}
+    left = max(map(len, rows)) + 2
+    lines = "\n".join(f"{name:{left}}{about}" for name, about in rows.items())
+    return lines.join(("```text\n", "\n```"))
 
 
 MAKERS: Final[dict[str, Callable[[], str]]] = {

@@ -1,4 +1,4 @@
-"""Bridges: a chain as files of other systems, and their files as a chain."""
+"""A chain as files of other systems, and their files as a chain."""
 
 from typing import Final
 

@@ -1,1 +1,1 @@
-"""The chain in a store: manifests, edges, commits, plans and the fetch of a plan."""
+"""The chain in a store: manifests, edges, commits, plans, fetches."""

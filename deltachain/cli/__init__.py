@@ -1,4 +1,4 @@
-"""The command line: options and output; the work is done by the layers below.
+"""The command line: options and output.
 
 Commands import their dependencies when they run, so that ``deltachain --help`` is fast.
 """

@@ -35,12 +35,11 @@ def agent(  # noqa: PLR0913 - one argument an option
     metrics: options.MetricsAddress = None,
     as_json: options.AsJsonLines = False,
 ) -> None:
-    """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
+    """Run a sidecar that makes a stock vLLM or SGLang server reload each version.
 
-    Fetches and verifies each version in a folder while the server serves; then pauses the server,
-    loads the whole checkpoint, and resumes. vLLM must run in development mode. Adapters are loaded
-    without a pause, with the version in their name. The sidecar waits for a server that is down,
-    and reloads a restarted one.
+    Fetches and verifies each version in a folder while the server serves; then pauses it, loads the
+    whole checkpoint, and resumes. vLLM must run in development mode. Adapters are loaded without a
+    pause, with the version in their name. Waits for a server that is down; a restarted one reloads.
 
     Example: `deltachain agent /mnt/policy --engine http://127.0.0.1:8000 --out policy`
 

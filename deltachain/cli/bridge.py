@@ -39,18 +39,17 @@ def export(  # noqa: PLR0913 - one argument an option
         typer.Option(
             min=0,
             metavar="N",
-            help="Write versions that N divides in full, for receivers that join late. Default: "
-            "only the first one.",
+            help="Write versions that N divides in full, for late receivers. Default: the first.",
         ),
     ] = 0,
     poll: options.Poll = None,
     base: options.Base = None,
     as_json: options.AsJsonLines = False,
 ) -> None:
-    """Write versions of a chain as files that receivers of another system read.
+    """Write versions of a chain as files for receivers of another system.
 
-    The first run writes the head in full, later ones what changed since. A line is printed once a
-    version is whole: then tell the receivers. They start from the full version.
+    The first run writes the head in full, later ones the changes since. A line is printed once a
+    version is whole: then tell the receivers, which start from the full version.
 
     Example: `deltachain export /mnt/policy /mnt/weights --dialect slime --follow`
 
@@ -101,11 +100,11 @@ def import_(  # noqa: PLR0913 - one argument an option
     take_over: options.TakeOver = False,
     as_json: options.AsJsonLines = False,
 ) -> None:
-    """Publish the versions that a trainer of another system writes as files.
+    """Publish versions from files of another system's trainer.
 
-    Begins with the newest full version, then takes each number; a restart goes on behind the
-    chain's head. The trainer step of a version is its number. Nothing is published of a version
-    before all its files are read and proven.
+    Begins with the newest full version, then takes each number, which becomes the trainer step; a
+    restart goes on behind the chain's head. A version's files are all read and proven before it is
+    published.
 
     Example: `deltachain import /mnt/weights /mnt/policy --dialect slime --base Qwen3-8B --follow`
 

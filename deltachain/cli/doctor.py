@@ -26,8 +26,8 @@ def doctor(
         Role,
         typer.Option(
             "--as",
-            help="Role of this machine. A **publisher** check writes trial objects to the store; a "
-            "**follower** check writes to DELTACHAIN_PRESENCE_URL alone.",
+            help="Role of this machine. **publisher** writes trial objects to the store, "
+            "**follower** to DELTACHAIN_PRESENCE_URL alone.",
         ),
     ] = Role.FOLLOWER,
     as_json: AsJson = False,
@@ -35,8 +35,8 @@ def doctor(
     """Find faults that keep a publisher or a follower from working on this machine.
 
     Checks environment variables and their files, packages, engines and plugins, TLS and proxies,
-    the store, its clock and the chain, and tells how a start would end. Exits with 1 if it finds a
-    fault; a note may be intended.
+    the store, its clock and the chain, and how a start would end. Exits with 1 if it finds a fault;
+    a note may be intended.
 
     Example: `deltachain doctor s3://policies/run-1`
 

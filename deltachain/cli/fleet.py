@@ -220,15 +220,15 @@ def fleet(  # noqa: PLR0913 - one argument an option
     ] = None,
     max_lag: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Lag, in versions, above which a replica is stale."),
+        typer.Option(min=0, metavar="N", help="Versions behind, above which a replica is stale."),
     ] = None,
     max_silence: Annotated[
         float | None,
         typer.Option(
             min=0,
             metavar="S",
-            help="Seconds until a replica is cut off (no answer of its store) or silent (no new "
-            "presence). Default: DELTACHAIN_MAX_SILENCE_S, or 60.",
+            help="Seconds without an answer of its store (cut off) or a new presence (silent). "
+            "Default: DELTACHAIN_MAX_SILENCE_S, or 60.",
         ),
     ] = None,
     token_file: TokenFile = None,

@@ -33,8 +33,8 @@ def follow(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Keep a folder at the head of a chain.
 
-    May be started before the trainer. Ctrl-C and SIGTERM end it after the current swap. After a
-    crash or kill at any moment, the next start continues.
+    May start before the trainer. Ctrl-C and SIGTERM end it after the current swap; after a crash or
+    kill the next start continues.
 
     Example: `deltachain follow /mnt/policy --out policy --poll 5`
 

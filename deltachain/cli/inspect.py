@@ -42,7 +42,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
     everything: Annotated[bool, typer.Option("--all", help="List all tensors.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the contents of a delta: changed elements by tensor, and bytes by stream.
+    """Show the contents of a delta: changed elements by tensor, bytes by stream.
 
     All bytes are verified against the digests of the part.
 

@@ -28,9 +28,9 @@ def keygen(
 ) -> None:
     """Make a key with which a publisher signs, and print its public key.
 
-    The file holds the private key, readable by its owner alone; an existing file is refused. Set
-    DELTACHAIN_SIGNING_KEY to the file for the publisher, and DELTACHAIN_TRUSTED_KEYS to the printed
-    line, or to a file of such lines, for followers.
+    The new file holds the private key, readable by its owner alone: the publisher's
+    DELTACHAIN_SIGNING_KEY. The printed line, or a file of such lines, is the followers'
+    DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain keygen policy.key`
     """
@@ -57,10 +57,10 @@ def keygen(
 def sign(url: Url, *, as_json: AsJson = False) -> None:
     """Begin to sign a chain, or sign tags and the newest prune record again with a new key.
 
-    Signs the identity of an unsigned chain with the key in DELTACHAIN_SIGNING_KEY and commits a
-    signed version without changes, which fences the publisher. The whole chain then counts as
-    signed: verify it before. A publisher that signs from its first version needs no such command.
-    On a signed chain, run it with a new key before the old one leaves DELTACHAIN_TRUSTED_KEYS.
+    Signs an unsigned chain's identity with the key in DELTACHAIN_SIGNING_KEY and commits a signed
+    version without changes, which fences the publisher. The whole chain then counts as signed:
+    verify it before. On a signed chain, run it with a new key before the old one leaves
+    DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain sign /mnt/policy`
     """

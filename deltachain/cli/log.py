@@ -59,9 +59,9 @@ def log(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Show the versions of a chain, newest first.
 
-    Prints changed elements, payload size and state digest of each version, and below it its tags
-    and the edges added later, such as anchors. The objects of a `pruned` edge are deleted, or will
-    be. A missing manifest has a row, and the exit code is then 4.
+    Prints changed elements, payload size and state digest of each version, with tags and added
+    edges. Objects of a `pruned` edge are or will be deleted. A missing manifest has a row, and the
+    exit code is then 4.
 
     Example: `deltachain log /mnt/policy -n 5`
 

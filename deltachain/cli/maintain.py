@@ -34,11 +34,10 @@ def maintain(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Keep a chain cheap to join and bounded in size, until Ctrl-C.
 
-    Each round folds deltas into skips over 8, 64 and 512 versions, adds an anchor if joining has
-    become expensive, and prunes: a record names the unused edges, and their objects are deleted
-    after the grace. Runs next to publishers, followers and other maintainers, or before the chain
-    exists; needs the right to write, and no torch. With `--once` it fails if newcomers still cannot
-    join.
+    Each round folds deltas into skips over 8, 64 and 512 versions, adds an anchor if joining is
+    expensive, and prunes: a record names the unused edges, whose objects are deleted after the
+    grace. Runs next to publishers, followers and other maintainers, or before the chain exists,
+    with the right to write and without torch. With `--once` it fails if newcomers cannot join.
 
     Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
     """

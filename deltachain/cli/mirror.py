@@ -48,8 +48,8 @@ def mirror(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Copy a chain into another store, byte for byte, in the order of dependence.
 
-    Digests are proven before anything is copied. Ended at any moment, it leaves a chain that
-    followers can read; the next start continues. Publishers refuse the mirror until it is promoted.
+    Digests are proven first. Ended at any moment, it leaves a readable chain, and the next start
+    continues. Publishers refuse the mirror until it is promoted.
 
     Example: `deltachain mirror s3://policies/run-1 hf://buckets/me/run-1 --follow`
 

@@ -42,23 +42,21 @@ Encode: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="<step|overwrite|raw|max>",
-        help="**step**, the default; **max**, smaller and slower to decode; **overwrite**, new "
-        "bits instead of steps; **raw**, for any safetensors reader. Packages add more.",
+        help="**step**, the default; **max**, smaller and slower; **overwrite**, new bits instead "
+        "of steps; **raw**, for any safetensors reader. Packages add more.",
     ),
 ]
 Base: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Folder of the base checkpoint, if the chain starts from one. A path in the store is "
+        help="Folder of the base checkpoint, if the chain starts from one: a path in the store is "
         "never opened.",
     ),
 ]
 TakeOver: TypeAlias = Annotated[
     bool,
-    typer.Option(
-        "--take-over", help="Publish although another publisher is at work, and end that one."
-    ),
+    typer.Option("--take-over", help="Publish although another publisher is at work, and end it."),
 ]
 TrustRemoteCode: TypeAlias = Annotated[
     bool,
@@ -88,8 +86,7 @@ BoardUrls: TypeAlias = Annotated[
     typer.Option(
         "--presence",
         metavar="URL",
-        help="URL at which replicas without an address write their presence (their "
-        "DELTACHAIN_PRESENCE_URL); repeatable.",
+        help="The DELTACHAIN_PRESENCE_URL of replicas without an address; repeatable.",
     ),
 ]
 Out: TypeAlias = Annotated[
@@ -105,7 +102,7 @@ MetricsAddress: TypeAlias = Annotated[
     typer.Option(
         "--metrics",
         metavar="<PORT|HOST:PORT>",
-        help="Serve /metrics, /healthz and /readyz here; without a host, to this machine alone.",
+        help="Serve /metrics, /healthz and /readyz here; without a host, on the loopback.",
     ),
 ]
 AtVersion: TypeAlias = Annotated[
@@ -123,8 +120,8 @@ At: TypeAlias = Annotated[
     typer.Option(
         "--at",
         metavar="TIME",
-        help="The newest version committed by this time: `2026-11-23T09:00`, by default in the "
-        "local time zone, or seconds since 1970.",
+        help="The newest version committed by then: `2026-11-23T09:00`, local unless it names a "
+        "zone, or seconds since 1970.",
     ),
 ]
 

@@ -37,7 +37,7 @@ Grace: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="SPAN",
-        help="Time from the record of a prune to the deletion, by the clock of the store.",
+        help="Time from a prune record to the deletion, by the store's clock.",
     ),
 ]
 
@@ -47,7 +47,7 @@ def prune(  # noqa: PLR0913 - one argument an option
     *,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the objects to delete; write and delete nothing."),
+        typer.Option("--dry-run", help="Print the objects to delete, and change nothing."),
     ] = False,
     keep_last: KeepLast = 1024,
     keep_within: KeepWithin = None,
@@ -58,8 +58,8 @@ def prune(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Retire edges outside a rule, and delete edges retired before the grace.
 
-    Manifests are never deleted. Before a deletion every kept version is proven to be reachable from
-    nothing. Run it again after the grace.
+    Manifests stay. Before a deletion every kept version is proven reachable from nothing. Run it
+    again after the grace.
 
     Example: `deltachain prune /mnt/policy --keep-last 200 --keep-every 1000 --dry-run`
     """
@@ -94,7 +94,7 @@ def anchor(
 ) -> None:
     """Add an anchor of a version, a start for newcomers.
 
-    The version is rebuilt from the store and proven before it is recorded.
+    The version is rebuilt from the store and proven first.
 
     Example: `deltachain anchor /mnt/policy`
     """

@@ -20,8 +20,8 @@ def pull(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Write a version of a chain to a checkpoint folder for `from_pretrained`.
 
-    A folder of an earlier pull or follow is updated or rolled back by the cheapest plan. Nothing is
-    written before the result is proven. Folders with other weights are refused.
+    A folder of an earlier pull or follow is updated or rolled back by the cheapest plan, once the
+    result is proven. Folders with other weights are refused.
 
     Example: `deltachain pull /mnt/policy --version 7 --out policy-7`
 

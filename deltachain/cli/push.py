@@ -32,25 +32,25 @@ def push(  # noqa: PLR0913 - one argument an option
         typer.Option(
             metavar="RECIPE|FOLDER",
             help="Quantise linear layers and experts: `fp8-block`, `fp8-block-ue8m0`, "
-            "`fp8-row`, `fp8-tensor`, `int8-row`, `mxfp8`, `mxfp4` or `nvfp4a16`. Packages add "
-            "more. Or the folder of a quantised checkpoint, for its recipe and ignored layers. "
-            "Give it at every push.",
+            "`fp8-row`, `fp8-tensor`, `int8-row`, `mxfp8`, `mxfp4`, `nvfp4a16`, or "
+            "one of a package; or the folder of a quantised checkpoint, for its recipe and "
+            "ignored layers. Give it at every push.",
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
             metavar="LAYER",
-            help="Layer not to quantise: its name or the end of it, or `re:` and a regular "
-            "expression; repeatable. Replaces the default, `lm_head`.",
+            help="Layer not to quantise instead of `lm_head`: its name's end, or `re:` and a "
+            "regular expression; repeatable.",
         ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of a base checkpoint that all followers have: a new chain refers to it "
-            "instead of uploading it. Give it at every push.",
+            help="Folder of a base checkpoint that all followers have, referred to instead of "
+            "uploaded. Give it at every push.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -66,12 +66,10 @@ def push(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Publish a checkpoint as the newest version of a chain.
 
-    The first push creates the chain, with the configuration and tokenizer files of its checkpoint.
-    Each later push rebuilds the head and publishes the difference as the next version.
+    The first push creates the chain, with configuration and tokenizer files. Each later one
+    rebuilds the head and publishes the difference.
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
-
-    Example: `deltachain push out/checkpoint-40 /mnt/policy-fp8 --quantization fp8-block`
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy-fp8 --quantization fp8-block
     --ignore lm_head --ignore re:model.visual`

@@ -32,9 +32,9 @@ def revert(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Commit a version with the state of an older one: every replica goes back.
 
-    Followers apply the new version, a delta from the head, like any other. Both states are proven
-    before the commit. A publisher at work is fenced; one that starts later refuses other weights,
-    unless told to continue.
+    Followers apply it, a delta from the head, like any other. Both states are proven before the
+    commit. A publisher at work is fenced; a later one refuses other weights, unless told to
+    continue.
 
     Example: `deltachain revert /mnt/policy --version 40 --dry-run`
 

@@ -25,9 +25,7 @@ def stats(
     keep_every: KeepEvery = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the objects in a chain's store, and the cost of joining it.
-
-    Lists every object. The last line shows how much `deltachain prune` would free.
+    """Show the objects in a chain's store, the cost of joining it, and what a prune would free.
 
     Example: `deltachain stats s3://bucket/run-1`
     """

@@ -29,8 +29,7 @@ def tag(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """List the tags of a chain, or set, move or remove one.
 
-    A tag is a name of a version for `--tag` of other commands. It is set only if its version can be
-    rebuilt from the store.
+    Its version must be rebuildable from the store.
 
     Example: `deltachain tag /mnt/policy`
 

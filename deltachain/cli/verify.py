@@ -38,10 +38,10 @@ def verify(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Verify every byte, link and state of a chain.
 
-    Reads all documents and payloads, rebuilds the weights from version to version in a file among
-    the temporary ones (TMPDIR), and recomputes each state digest; anchors and skips must lead to
-    the same states. A missing payload counts as pruned if a prune record names it, and as expired
-    if a later anchor replaces it. The first error ends the command with its exit code.
+    Rebuilds the weights from version to version in a temporary file (TMPDIR), and recomputes each
+    state digest; anchors and skips must lead to the same. A missing payload is pruned if a prune
+    record names it, expired if a later anchor replaces it. The first error ends the command with
+    its exit code.
 
     Example: `deltachain verify /mnt/policy --from 100`
     """

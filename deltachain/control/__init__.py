@@ -1,4 +1,4 @@
-"""The control plane: HTTP routes of replicas, their clients, and an agent for stock servers."""
+"""HTTP routes of replicas, their clients, and an agent for stock servers."""
 
 from .announce import Announced, Fleet
 from .replica_client import ReplicaClient

@@ -1,4 +1,4 @@
-"""Diagnosis: whether a publisher or a follower with this environment would work, and why not."""
+"""Whether a publisher or a follower would work in this environment, and why not."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Adapters to frameworks with names or steps of their own, each imported when it is used."""
+"""Adapters to frameworks with names or steps of their own, imported on use."""

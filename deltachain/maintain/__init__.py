@@ -1,4 +1,4 @@
-"""Maintenance of a chain: skips, anchors and prunes, by any process that may write to its store."""
+"""Skips, anchors and prunes, by any process that may write to the store."""
 
 from deltachain.maintain.maintainer import Maintained, Maintainer, MaintainerThread
 from deltachain.maintain.pruner import KeepRule, PrunePlan, Pruner

@@ -1,4 +1,4 @@
-"""Mirrors: a chain copied into another store, version by version, proven and resumable."""
+"""A chain copied into another store, proven and resumable."""
 
 from deltachain.mirror.mirror import Mirror, MirrorReceipt, follow, promote
 

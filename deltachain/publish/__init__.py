@@ -1,4 +1,4 @@
-"""Publishing: find changed weights, encode them, and commit them as the next version."""
+"""Find changed weights, encode them, and commit them as the next version."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final

@@ -1,1 +1,1 @@
-"""A replica: the ranks of an inference engine, and the leader that updates them as one."""
+"""The ranks of an inference engine, and the leader that updates them as one."""

@@ -1,4 +1,4 @@
-"""Subscribing: plan, fetch, verify and swap versions into a target."""
+"""Plan, fetch, verify and swap versions into a target."""
 
 from typing import TYPE_CHECKING, Any
 

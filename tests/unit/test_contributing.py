@@ -21,9 +21,16 @@ GUIDE: Final = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 ENGINES: Final = ("vllm_ext/deltachain_vllm", "sglang_ext/deltachain_sglang", "tests/support")
 
 
+def item(text: str, name: str) -> str:
+    """An item of a list, its lines included."""
+    _, found, rest = text.partition(f"\n* **{name}**: ")
+    assert found, name
+    return rest.partition("\n\n")[0].partition("\n* ")[0]
+
+
 def row(new: str) -> str:
     """What the guide says of something new."""
-    return next(line for line in GUIDE.splitlines() if line.startswith(f"| {new} |"))
+    return item(GUIDE, new)
 
 
 def files(new: str) -> set[str]:
@@ -81,8 +88,11 @@ def section(title: str) -> str:
 
 def test_a_recipe_is_in_each_of_its_places() -> None:
     text = section("To add a recipe")
-    row = next(line for line in text.splitlines() if line.startswith("| in this package |"))
-    named = {path for path in re.findall(r"`([\w/.]+\.(?:py|md))`", row) if "/" in path}
+    named = {
+        path
+        for path in re.findall(r"`([\w/.]+\.(?:py|md))`", item(text, "in this package"))
+        if "/" in path
+    }
     built_in = {name for name in RECIPES if "." not in name}
     parts = {path for path in named if path.rpartition("/")[2] in ("compressed.py", "registry.py")}
     assert len(named - parts) == 6

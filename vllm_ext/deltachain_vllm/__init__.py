@@ -1,4 +1,4 @@
-"""The vLLM side of deltachain: what vLLM's plugin entry points and flags resolve to.
+"""deltachain in stock vLLM: its plugins and the classes that its flags name.
 
 This module imports only the standard library, because vLLM loads it in every process it starts;
 code that needs vLLM, torch or the rest of deltachain is imported on first use.

@@ -192,8 +192,15 @@ def test_any_optimizer(run: Any) -> None:
     check(url, namespace["model"], step=5)
 
 
-def test_quantised_chain(run: Any) -> None:
-    _, url = run("docs/quantization.md:0")
+def test_quantised_chain(run: Any, base: Path) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    optimizer = sgd(model)
+    namespace, url = run("docs/quantization.md:0", model=model, optimizer=optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 8, dtype=torch.long)).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    namespace["attachment"].detach()
     assert receipt_of(url).step == 3
     found = load_file(url.parent / "replica" / "model.safetensors")
     assert {one.dtype for name, one in found.items() if "_proj.weight" in name} == {
