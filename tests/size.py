@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(57_300, 264, 0.09),
-    "tests": Size(85_470, 387, 1.0),
+    "wheel": Size(57_600, 266, 0.09),
+    "tests": Size(86_060, 392, 1.0),
 }
 
 
