@@ -29,12 +29,7 @@ from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.codec.container import ReadAt
-from deltachain.delta import (
-    OldBits,
-    Piece,
-    TensorDelta,
-    pieces,
-)
+from deltachain.delta import OldBits, Piece, TensorDelta, pieces
 from deltachain.disk_space import check_room
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest

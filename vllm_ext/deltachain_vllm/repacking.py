@@ -15,13 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.module_members import (
-    ACTS,
-    NESTED,
-    Members,
-    container_of,
-    dressed,
-)
+from deltachain.replica.layout.module_members import ACTS, NESTED, Members, container_of, dressed
 
 from . import compat
 

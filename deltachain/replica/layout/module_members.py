@@ -19,13 +19,7 @@ from hashlib import blake2b
 from itertools import chain, combinations
 from operator import is_
 from pathlib import PurePath
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
