@@ -130,7 +130,7 @@ def main() -> None:
         url = os.environ.get("DELTACHAIN_URL") or f"{scratch}/policy"
         actors = launch(Actor, "actor", 2)
         actors.prepare(url).wait()
-        for step in range(1, 6):
+        for step in range(1, 21):
             if step in (1, 3):
                 rollouts.append(launch(Rollout, f"rollout{step}", 1))
                 groups.append((f"rollout{step}", 0))
