@@ -317,7 +317,11 @@ def test_a_fleet_is_told(run: Any, tmp_path: Path) -> None:
     with replica(tmp_path / "replica") as address:
         namespace, _ = run(
             "docs/serve.md:0",
-            {'"http://a:8000", "http://b:30000"': repr(address), "token=...": 'token="secret"'},
+            {
+                '"http://a:8000", "http://b:30000"': repr(address),
+                "token=...": 'token="secret"',
+                "deadline=10": "deadline=120",
+            },
             receipt=SimpleNamespace(version=2),
         )
         announced = namespace["announced"]
