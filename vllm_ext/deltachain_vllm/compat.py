@@ -27,6 +27,11 @@ def check_version(*uses: str) -> str:
 
 def check_layout(config: Any) -> None:
     """Refuse engines that one leader cannot pause and prove, or whose experts move."""
+    if getattr(getattr(config, "load_config", None), "load_format", "") == "dummy":
+        raise UnsupportedEngineError(
+            "this engine starts with random weights (--load-format dummy), not with a checkpoint",
+            hint="start it without --load-format dummy",
+        )
     parallel: Any = getattr(config, "parallel_config", None)
     balanced = getattr(parallel, "local_engines_only", False)
     if balanced and parallel.data_parallel_size > 1 and config.model_config.is_moe:

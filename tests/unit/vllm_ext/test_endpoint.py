@@ -76,6 +76,15 @@ def test_engines_of_several_servers_that_step_together_are_refused(
         check_layout(config)
 
 
+def test_an_engine_that_starts_with_random_weights_is_refused() -> None:
+    """Proving the layout of one takes minutes, in which it stands still, and fails."""
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    with pytest.raises(ConfigError, match="not with a checkpoint"):
+        check_layout(config)
+    config.load_config.load_format = "auto"
+    check_layout(config)
+
+
 def test_replies_of_all_engines_are_asked_for() -> None:
     async def call_all(*asked: object) -> list[list[str]]:
         assert asked == ("collective_rpc", "handle", None, ("text",), None)
