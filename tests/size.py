@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET: Final = {
     "wheel": Size(57_580, 266, 0.09),
-    "tests": Size(86_060, 392, 1.0),
+    "tests": Size(86_070, 392, 1.0),
 }
 
 
