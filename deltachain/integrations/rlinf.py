@@ -5,6 +5,7 @@ that restarts goes on with the chain. No message waits for the other side.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from deltachain.chain.chain import Chain
-from deltachain.errors import ConfigError, ObjectNotFoundError, TensorMismatchError
+from deltachain.errors import ConfigError, NoChainError, NoVersionError, TensorMismatchError
+from deltachain.kernels.protocol import same_bits
+from deltachain.kernels.torch_kernels import bits_of, on_host
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -41,7 +44,10 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
         self._state: Mapping[str, Tensor] = {}
         self._publisher: Publisher | None = None
         self._subscriber: Subscriber | None = None
-        self._copies: list[tuple[Tensor, Tensor]] = []  # live tensors, and theirs as in the chain
+        self._bound: Mapping[str, Any] = {}  # where its tensors are
+        self._copies: dict[str, Tensor] = {}  # of live tensors of other forms, as in the chain
+        self._ties: dict[str, Tensor] = {}  # as in the chain, by the names of those in its memory
+        self._held: tuple[int, int | None] | None = None  # version and step
 
     async def init_sender(
         self,
@@ -70,16 +76,15 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
         self._state = state_dict
         self._publisher.publish(step=int(version))
         self._publisher.flush()
+        self._state = {}  # or what its owner frees would stay
         there = {"url": self.config.url, "version": self._publisher.version, "step": int(version)}
         await send(there)
 
     async def init_receiver(self, state_dict: dict[str, Tensor] | None, *_: Any, **__: Any) -> None:  # noqa: ANN401 - recv and send
         """Take the head of the chain, if there is one yet."""
         if state_dict is not None:
-            try:
+            with suppress(NoChainError, NoVersionError):
                 self._update(state_dict)
-            except ObjectNotFoundError:
-                self._subscriber = None
         await super().init_receiver(state_dict, None)
 
     async def apply(self, model: nn.Module, recv: Any) -> int:  # noqa: ANN401 - RLinf's
@@ -89,31 +94,48 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
             TensorMismatchError: The model lacks a tensor of the chain, or has it in another shape.
         """
         message = await recv()
-        held = self._subscriber.version if self._subscriber else None
-        if held is None or held < message["version"]:
+        if self._held is None or self._held[0] < message["version"]:
             self._update(model.state_dict(), message["version"])
-        last = self._subscriber.last if self._subscriber else None  # or newer than the message
-        return int(message["step"] if last is None or last.step is None else last.step)
+        step = self._held[1] if self._held else None  # or newer than the message
+        return int(message["step"] if step is None else step)
 
     def _update(self, live: Mapping[str, Any], version: int | None = None) -> None:
-        if self._subscriber is None:
+        bound = {n: (one.data_ptr(), one.dtype, one.device) for n, one in _whole(live).items()}
+        if self._subscriber is None or bound != self._bound:  # such as offloaded, and back
             config = SubscribeConfig(url=self.config.url, undo_applies=0)
-            self._subscriber = Subscriber(config, self._target(live))
-        self._subscriber.update(version)
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
+            self._subscriber, self._bound = Subscriber(config, self._target(live)), bound
+        receipt = self._subscriber.update(version)
+        for name, copy in self._copies.items():
+            if not same_bits(bits_of(copy), bits_of(self._ties[name]).to(copy.device)):
+                hint = "the sender does not tie them: untie them in the receiver"
+                found = f"{name!r} shares memory with another tensor, and has other bits"
+                raise TensorMismatchError(found, tensor=name, hint=hint)
+            live[name].detach().copy_(copy)
+        if receipt is not None:
+            self._held = receipt.version, receipt.step
+        if not all(map(on_host, _whole(live).values())):
+            self._subscriber, self._ties = None, {}  # or what is offloaded would stay there
 
     def _target(self, live: Mapping[str, Any]) -> dict[str, Tensor]:
-        self._copies, target, seen = [], dict[str, Tensor](), set[tuple[torch.device, int]]()
+        copies, target, seen = dict[str, Tensor](), dict[str, Tensor](), dict[Any, str]()
+        whole = _whole(live)
         for spec in Chain.open(open_store(self.config.url)).table.specs():
-            tensor, dtype = live.get(spec.name), TORCH_DTYPES[spec.dtype]
-            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-                found = f"{spec.name!r} is a {type(tensor).__name__}, expected a whole tensor"
+            tensor, dtype = whole.get(spec.name), TORCH_DTYPES[spec.dtype]
+            if tensor is None:
+                kind = type(live.get(spec.name)).__name__
+                found = f"{spec.name!r} is a {kind}, expected a whole tensor"
                 hint = "the receiver is another model, or a sharded one"
                 raise TensorMismatchError(found, tensor=spec.name, hint=hint)
             target[spec.name], place = tensor.detach(), (tensor.device, tensor.data_ptr())
             if tensor.dtype != dtype or place in seen or not tensor.is_contiguous():
-                target[spec.name] = torch.empty_like(tensor, dtype=dtype).contiguous()
-                self._copies.append((tensor.detach(), target[spec.name]))
-            seen.add(place)
+                made = self._copies.get(spec.name)
+                if made is None:
+                    made = torch.empty_like(tensor, dtype=dtype).contiguous()
+                target[spec.name] = copies[spec.name] = made
+            self._ties[spec.name] = target[seen.setdefault(place, spec.name)]
+        self._copies = copies
         return target
+
+
+def _whole(live: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {n: o for n, o in live.items() if isinstance(o, Tensor) and not isinstance(o, DTensor)}

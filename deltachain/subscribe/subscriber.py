@@ -308,9 +308,10 @@ class Subscriber(Closeable):
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.group: Group | None = None
-        self.watch, self.times = history.Watch(), Times(lambda: self.store.unanswered_since)
         self._usable = UsablePlans(self.config.base)
-        self.store = store or open_store(self.config.url, self.config.storage_options)
+        store = self.store = store or open_store(self.config.url, self.config.storage_options)
+        # Not by way of self: a cycle would keep the target's tensors until it is collected.
+        self.watch, self.times = history.Watch(), Times(lambda: store.unanswered_since)
         self._chain: Chain | None = None
         self._held: HeldVersion | None = None
         self._generation = self._counted = 0

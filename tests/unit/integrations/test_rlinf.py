@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deltachain import errors
 from deltachain.kernels.protocol import same_bits
@@ -94,6 +95,16 @@ class Receiver:
         return found
 
 
+def moves(policy: Policy) -> None:
+    """Put the weights elsewhere, as a worker of RLinf does that offloads them and loads them."""
+    moved: dict[Tensor, Tensor] = {}
+    for holder in policy.modules():
+        for held in (holder._parameters, holder._buffers):
+            for one in held.values():
+                if one is not None and one not in moved:
+                    moved[one] = one.data = one.data.clone()
+
+
 def same(sender: Policy, receiver: Policy) -> None:
     expected: dict[str, Tensor] = sender.state_dict()
     for name, one in receiver.state_dict().items():
@@ -128,6 +139,8 @@ def test_receivers_of_any_dtype_follow_join_late_and_outlive_the_sender(
             state_dict=policy.state_dict(), send=channel.send, param_names_need_sync=policy.names()
         )
         for number in (1, 2):
+            for one in fleet:
+                moves(one.policy)
             policy.train_step(number)
             await syncer.sync(policy.state_dict(), channel.send, torch.tensor(number))
             assert [await one.apply() for one in fleet] == [number] * len(fleet)
@@ -145,6 +158,45 @@ def test_receivers_of_any_dtype_follow_join_late_and_outlive_the_sender(
         for one in (*fleet, late):
             same(again, one.policy)
         restarted._publisher.close()
+
+    asyncio.run(run())
+
+
+def test_tensors_that_a_receiver_alone_ties_are_refused(syncer_class: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        syncer, policy = syncer_class(str(tmp_path)), Policy(0)
+        policy.head.weight = nn.Parameter(policy.embed.weight.detach().clone())
+        await syncer.init_sender(policy.state_dict(), policy.names())
+        receiver = Receiver(syncer_class(str(tmp_path)), Channel(), Policy(1))
+        await receiver.start()
+        policy.train_step(1)
+        await syncer.sync(policy.state_dict(), receiver.queue.put, 1)
+        with pytest.raises(errors.TensorMismatchError, match=r"'head\.weight' shares memory"):
+            await receiver.apply()
+        syncer._publisher.close()
+
+    asyncio.run(run())
+
+
+def test_weights_of_a_device_are_not_kept_there(
+    syncer_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[syncer_class.__module__], "on_host", lambda _: False)
+
+    async def run() -> None:
+        channel, policy, syncer = Channel(), Policy(0), syncer_class(str(tmp_path))
+        receiver = Receiver(syncer_class(str(tmp_path)), channel, Policy(1))
+        await syncer.init_sender(policy.state_dict(), policy.names(), channel.send)
+        for number in (1, 2, 3):
+            policy.train_step(number)
+            await syncer.sync(policy.state_dict(), channel.send, number)
+            assert await receiver.apply() == number
+            same(policy, receiver.policy)
+            weight = StorageWeakRef(receiver.policy.embed.weight.untyped_storage())
+            moves(receiver.policy)
+
+            assert weight.expired()
+        syncer._publisher.close()
 
     asyncio.run(run())
 
