@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(57_600, 266, 0.09),
-    "tests": Size(86_120, 392, 1.0),
+    "wheel": Size(57_610, 266, 0.09),
+    "tests": Size(86_130, 392, 1.0),
 }
 
 

@@ -60,6 +60,9 @@ class Dialect(Protocol):
     counts: bool = False
     """Whether receivers start from a base checkpoint as number 0 and need every later number."""
 
+    whole: bool = False
+    """Whether every version is a full one."""
+
     shares_folders: bool = False
     """Whether a version is one file in a folder with others, instead of a folder of its own."""
 

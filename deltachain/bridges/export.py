@@ -168,7 +168,8 @@ class Exporter:
         if self._dialect.counts:
             number = 0 if last is None else last.number + 1
         follows = last is not None and number == last.number + 1
-        full = not follows or bool(self._every and version % self._every == 0)
+        is_due = bool(self._every and version % self._every == 0)
+        full = self._dialect.whole or not follows or is_due
         model = HostModel(target.specs, target.bits)
         if full:
             objects = self._dialect.full(number, replace(model, assets=self._assets()))

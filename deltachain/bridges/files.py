@@ -168,6 +168,8 @@ def is_checkpoint_marker(file: str) -> bool:
 class CheckpointDialect(Dialect):
     """Plain checkpoints, one a version, as the ``Trainer`` of transformers saves them."""
 
+    whole = True
+
     def number(self, key: str) -> int | None:
         folder, _, file = key.rpartition("/")
         found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)

@@ -51,7 +51,7 @@ class TRLDialect(Dialect):
                 raise UnsupportedModelError(
                     f"{spec.name!r} is {spec.dtype}{list(spec.shape)}: TRL's files have bf16 "
                     f"tensors of less than {_MOST} elements",
-                    hint="publish the chain with dtype='BF16', or choose another dialect",
+                    hint="choose another dialect, or, of floats, publish with dtype='BF16'",
                 )
         arrays = (
             files.Array(s.name, s.dtype, model.bits(s.name), s.shape) for s in model.specs.values()

@@ -199,6 +199,12 @@ def test_receivers_follow_and_the_files_become_the_same_chain(run: Run, tmp_path
     assert None not in steps[1:]
 
 
+@pytest.mark.parametrize("run", [("checkpoint",)], ids=["checkpoint"], indirect=True)
+def test_a_checkpoint_a_version_is_said_to_be_full(run: Run) -> None:
+    run.step()
+    assert run.write().full
+
+
 @pytest.mark.parametrize("run", [("slime",), ("trl",)], ids=["slime", "trl"], indirect=True)
 def test_full_versions_serve_newcomers_and_a_chain_that_was_pruned(
     run: Run, tmp_path: Path
