@@ -214,7 +214,7 @@ class MirrorLagsError(ChainError):
     """The store is a mirror that does not have the held version yet."""
 
     retryable = True
-    default_hint = "nothing is wrong: updates go on once the mirror has a later version"
+    default_hint = "nothing is wrong: updates continue once the mirror has a later version"
 
 
 class StaleChainError(ChainError):

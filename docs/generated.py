@@ -89,7 +89,7 @@ def purpose(package: str) -> str:
 
 
 def exits() -> str:
-    """Every error class by its exit code: what to do; what it says too, if that is not plain."""
+    """Every error class by its exit code: its remedy, and its sentence if the name is not plain."""
     found: dict[int, list[type[DeltaChainError]]] = {}
     for kind in _family(DeltaChainError):
         found.setdefault(kind.exit_code, []).append(kind)

@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 BUDGET: Final = {
     "wheel": Size(57_610, 266, 0.09),
-    "tests": Size(86_130, 392, 1.0),
+    "tests": Size(86_150, 392, 1.0),
 }
 
 

@@ -103,7 +103,7 @@ def import_(  # noqa: PLR0913 - one argument an option
     """Publish versions from files of another system's trainer.
 
     Begins with the newest full version, then takes each number, which becomes the trainer step; a
-    restart goes on behind the chain's head. A version's files are all read and proven before it is
+    restart continues after the chain's head. A version's files are all read and proven before it is
     published.
 
     Example: `deltachain import /mnt/weights /mnt/policy --dialect slime --base Qwen3-8B --follow`

@@ -91,7 +91,8 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
         """Write the version of the next message into a model; return RLinf's version of it.
 
         Raises:
-            TensorMismatchError: The model lacks a tensor of the chain, or has it in another shape.
+            TensorMismatchError: The model lacks a tensor of the chain, has it in another shape, or
+                ties tensors that differ in the chain.
         """
         message = await recv()
         if self._held is None or self._held[0] < message["version"]:
@@ -106,18 +107,22 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
             self._subscriber, self._bound = Subscriber(config, self._target(live)), bound
         receipt = self._subscriber.update(version)
         for name, copy in self._copies.items():
-            if not same_bits(bits_of(copy), bits_of(self._ties[name]).to(copy.device)):
+            tied = self._ties.get(name)
+            if tied is not None and not same_bits(bits_of(copy), bits_of(tied).to(copy.device)):
                 hint = "the sender does not tie them: untie them in the receiver"
                 found = f"{name!r} shares memory with another tensor, and has other bits"
                 raise TensorMismatchError(found, tensor=name, hint=hint)
             live[name].detach().copy_(copy)
         if receipt is not None:
             self._held = receipt.version, receipt.step
+        elif self._held is None and self._subscriber.version is not None:
+            self._held = self._subscriber.version, None  # it was there before
         if not all(map(on_host, _whole(live).values())):
             self._subscriber, self._ties = None, {}  # or what is offloaded would stay there
 
     def _target(self, live: Mapping[str, Any]) -> dict[str, Tensor]:
         copies, target, seen = dict[str, Tensor](), dict[str, Tensor](), dict[Any, str]()
+        self._ties = {}
         whole = _whole(live)
         for spec in Chain.open(open_store(self.config.url)).table.specs():
             tensor, dtype = whole.get(spec.name), TORCH_DTYPES[spec.dtype]
@@ -127,12 +132,14 @@ class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has n
                 hint = "the receiver is another model, or a sharded one"
                 raise TensorMismatchError(found, tensor=spec.name, hint=hint)
             target[spec.name], place = tensor.detach(), (tensor.device, tensor.data_ptr())
+            if place in seen:
+                self._ties[spec.name] = target[seen[place]]
             if tensor.dtype != dtype or place in seen or not tensor.is_contiguous():
                 made = self._copies.get(spec.name)
                 if made is None:
                     made = torch.empty_like(tensor, dtype=dtype).contiguous()
                 target[spec.name] = copies[spec.name] = made
-            self._ties[spec.name] = target[seen.setdefault(place, spec.name)]
+            seen.setdefault(place, spec.name)
         self._copies = copies
         return target
 

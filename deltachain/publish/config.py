@@ -31,8 +31,6 @@ class PublishConfig:
     ``anchor_format``, ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none;
     else no rank attaches. The other settings are rank 0's, or each rank's own.
 
-    Each field is described in the reference, and in ``inspect.getsource(PublishConfig)``.
-
     Raises:
         ConfigError: A value is of another type than its field, or not allowed.
 

@@ -17,8 +17,6 @@ from deltachain.store import Location, location_of
 class SubscribeConfig:
     """Settings of a :class:`Subscriber`; the defaults suit most replicas.
 
-    Each field is described in the reference, and in ``inspect.getsource(SubscribeConfig)``.
-
     Raises:
         ConfigError: A value is of another type than its field, or out of range.
 

@@ -1,8 +1,8 @@
 """``.venv-trainers/bin/python -m tests.ranks.peaks deepspeed_trials:zero 4 3``: memory of a rank.
 
-A trial of a framework with a larger model, without its comparisons. Each rank says in MB how large
-the model is in the wire dtype, what it keeps beside it once it is attached, and what it takes more
-while it publishes, at most. ``trials:ten_steps 4 flat`` is FSDP1.
+A trial of a framework with a larger model, without its comparisons. Each rank prints, in MB, the
+size of its model in the wire dtype, the memory it keeps once attached, and the most that a publish
+adds. ``trials:ten_steps 4 flat`` is FSDP1.
 """
 
 import importlib

@@ -52,7 +52,7 @@ class WithHeads(nn.Module):
 
 
 def _empty(layer: Any) -> nn.Module:
-    """Return a layer like another, without elements; whatever is loaded into it is dropped."""
+    """Return a copy of a layer without elements; loads into it are dropped."""
     made: nn.Module = copy.copy(layer)
     made._parameters = {}
     for name, parameter in layer._parameters.items():

@@ -229,7 +229,7 @@ class VllmModel:
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """Return tensors created by running, without those of a draft that keeps its weights."""
+        """Return tensors created by running, except in a draft that keeps its weights."""
         loaded = self._loaded.items()
         return frozenset(prefix + name for prefix, one in loaded for name in made_by_running(one))
 

@@ -334,7 +334,7 @@ def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) 
             raise UnsupportedModelError(
                 f"{name!r} was frozen when the publisher was attached, and is trained now",
                 hint="close the publisher before unfreezing, and attach another one after it: the "
-                "chain goes on from its head",
+                "chain continues from its head",
             )
     for name, other in then.ties.items():
         if now.tensors[name].memory != now.tensors[other].memory:
@@ -348,5 +348,5 @@ def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) 
         raise UnsupportedModelError(
             f"{name!r} was frozen when the publisher was attached, and is now in the memory of a "
             "weight that is trained",
-            hint="close this publisher, and attach another one: the chain goes on from its head",
+            hint="close this publisher, and attach another one: the chain continues from its head",
         )

@@ -162,6 +162,29 @@ def test_receivers_of_any_dtype_follow_join_late_and_outlive_the_sender(
     asyncio.run(run())
 
 
+def test_a_receiver_that_holds_the_head_takes_no_older_version(
+    syncer_class: Any, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        syncer, policy, copied = syncer_class(str(tmp_path)), Policy(0), Policy(0)
+        for one in (policy, copied):  # a copy of a tied tensor is never the head's
+            one.head.weight = nn.Parameter(one.embed.weight.detach().clone())
+        await syncer.init_sender(policy.state_dict(), policy.names())
+        older = asyncio.Queue[Any]()
+        for number in (1, 2):
+            policy.train_step(number)
+            await syncer.sync(policy.state_dict(), older.put, number)
+        receiver = Receiver(syncer_class(str(tmp_path)), Channel(), copied)
+        receiver.policy.load_state_dict(policy.state_dict())
+        receiver.queue = older
+        await receiver.start()
+        await receiver.apply()
+        same(policy, receiver.policy)
+        syncer._publisher.close()
+
+    asyncio.run(run())
+
+
 def test_tensors_that_a_receiver_alone_ties_are_refused(syncer_class: Any, tmp_path: Path) -> None:
     async def run() -> None:
         syncer, policy = syncer_class(str(tmp_path)), Policy(0)

@@ -1,4 +1,4 @@
-"""A plugin of somebody else, around functions of SGLang that deltachain hooks too."""
+"""Another plugin, around functions of SGLang that deltachain hooks as well."""
 
 import logging
 from collections.abc import Callable
