@@ -507,6 +507,21 @@ def test_engines_that_replace_tensors_are_followed_because_those_are_settled(
         assert run(recipe, tmp_path / "engine").refused
 
 
+@pytest.mark.parametrize("kind", ["modules", "modules in parts"])
+def test_tensors_keep_their_places_and_views_of_them_follow(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader makes a tensor of another layer anew; a kernel views weights that are loaded."""
+    recipe = KINDS["modules"](60098)
+    if kind == "modules in parts":
+        recipe = KINDS["modules"](50030)
+        for module, most in ((derived, "HELD"), (derived, "PART"), (reloads, "PART")):
+            monkeypatch.setattr(module, most, 1)
+    outcome = run(recipe, tmp_path / "engine")
+    assert not outcome.is_fault
+    assert not outcome.refused
+
+
 COUNTS = {"loaders": 20_000, "modules": 2_000, "shares": 1_000}
 
 SOME = 300

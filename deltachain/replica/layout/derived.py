@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 TOGETHER: Final = 256 << 20
 """Bytes of weights up to which groups are packed together; a larger one is packed alone."""
 
+HELD: Final = 1 << 30
+"""Bytes of weights that are kept twice until a load of their first bits restores their layers."""
+
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""
 
@@ -264,6 +267,11 @@ class _Search:
         )
 
     @cached_property
+    def _reloaded(self) -> frozenset[str]:
+        """Layers that no swap updates but by creating again what they compute with."""
+        return all_layers(self.links, self.findings.reload_only.intersection(self.links))
+
+    @cached_property
     def _some(self) -> list[list[str]]:
         groups = [LoadGroup(tuple(one), all_layers(self.links, one)) for one in self.groups]
         return [list(one.names) for one in some_of_each(self.state, self.findings, groups, 2)]
@@ -272,20 +280,24 @@ class _Search:
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
         found: list[frozenset[str]] = []
-        for part in batches(groups, iter, self.state.source.specs, PART):
-            seen = self._find_changed_by(method, part, changed)
+        most = HELD if method == "repacked" else PART
+        parts = list(batches(groups, iter, self.state.source.specs, most))
+        for part in parts:
+            is_kept = method != "repacked" or len(parts) == 1
+            seen = self._find_changed_by(method, part, changed, is_kept=is_kept)
             if seen is None:
                 return None
             found.append(seen)
         return frozenset().union(*found)
 
     def _find_changed_by(
-        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
+        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str], *, is_kept: bool
     ) -> frozenset[str] | None:
         state, layers = self.state, self._filled(groups)
         if method == "repacked":
             layers |= self.beyond
         load = partial(self._load_groups, method, groups)
+        outputs = frozenset[str]()
         try:
             load(changed)
             outputs = state.follows(frozenset(state.outputs))
@@ -298,6 +310,8 @@ class _Search:
         except Exception:  # noqa: BLE001 - an engine may raise anything
             return None
         finally:
+            if not is_kept:
+                state.restore_by(load, outputs & self._reloaded)
             state.put_back(load)
 
     def _load_groups(

@@ -207,10 +207,12 @@ def load_with(
     or else those from before, except such as may hide weights: to keep these would keep the weights
     of a whole model twice. Bits may have changed.
     """
-    if members is None:  # loaders and reloads may replace any tensor
-        scope = modules_in(model, layers if method == "repacked" else ())
-        members = Members(scope)
-        members.release(scope)
+    if (
+        members is None
+    ):  # a loader may replace any tensor, even of layers that it loads nothing into
+        modules = model.modules().values()
+        members = Members(modules)
+        members.release(modules)
     with restoring(members), torch.no_grad():
         if method == "repacked":
             model.repack(layers, weights)
@@ -252,6 +254,8 @@ class ModelState:
         self.numbers = dict(_numbers(self.modules))
         self.processed = model.processed()
         self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
+        self.loadable = frozenset[str]()
+        self._loads: list[Callable[[], object]] = []
 
     def now(self, layers: frozenset[str] | None = None) -> "ModelState":
         """Return the state of this moment, to compare with: it cannot be put back.
@@ -285,6 +289,21 @@ class ModelState:
         To keep it would take the memory of their weights once more.
         """
         self._members.release(modules_in(self.model, scope_of(groups)))
+
+    def restore_by(self, load: Callable[[], object], layers: frozenset[str]) -> None:
+        """Load first bits; if they restore the model, do not keep what layers compute with.
+
+        To keep it would take the memory of their weights once more. Other bits changed the outputs
+        of these layers before, and each swap creates again what they compute with: it may view
+        the engine's weights, and no longer does.
+        """
+        if layers:
+            with suppress(Exception):
+                load()
+                self.expect_same()
+                self._members.release(modules_in(self.model, layers))
+                self.loadable |= layers
+                self._loads.append(load)
 
     @cached_property
     def opaque(self) -> frozenset[str]:
@@ -338,15 +357,20 @@ class ModelState:
         """Restore the members and bits of the model.
 
         ``load`` loads the first bits, and may raise. It is called if outputs still differ: loading
-        may restore memory that cannot be inspected.
+        may restore memory that cannot be inspected. So may the loads that restored it before.
         """
+        self._put_back()
+        for again in (*([load] if load else []), *self._loads):
+            if not self.other_outputs(frozenset(self.outputs)):
+                return
+            with suppress(Exception):
+                again()
+            self._put_back()
+
+    def _put_back(self) -> None:
         self._members.put_back()
         if isinstance(self.bits, SavedBits):  # others only compare
             self.bits.put_back()
-        if load is not None and self.other_outputs(frozenset(self.outputs)):
-            with suppress(Exception):
-                load()
-            self.put_back()
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
         wanted = layers & self.outputs.keys()

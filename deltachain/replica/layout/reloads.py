@@ -100,7 +100,8 @@ class Trial:
         layers = [layer for group in self.groups for layer in group.layers]
         in_turn = all(group.layers for group in self.groups) and len(layers) == len(set(layers))
         specs = self.state.source.specs
-        is_small = sum(specs[name].nbytes for one in self.groups for name in one.names) <= PART
+        kept = [group for group in self.groups if not group.layers <= self.state.loadable]
+        is_small = sum(specs[name].nbytes for one in kept for name in one.names) <= PART
         if in_turn and is_small and self.method in RELOADS:
             # A reload takes all tensors of its layers: one tensor changes at a time meanwhile.
             try:
@@ -134,7 +135,7 @@ class Trial:
                 self._put_back(part)
                 left += part
             else:
-                if len(parts) > 1:
+                if len(parts) > 1 and self.method in RELOADS:
                     self.state.release(part)
         return sum((self._attempt([group], self._try) for group in left), tried)
 
