@@ -38,15 +38,6 @@ def old(step: Step) -> codec.Old:
     return {name: bits for name, (bits, _) in step.items()}
 
 
-@pytest.mark.parametrize("encoding", codec.ENCODINGS)
-def test_every_encoding_decodes_to_the_update(
-    update: ChangedTensors, old: codec.Old, encoding: str
-) -> None:
-    part = codec.encode(update, old, encoding)
-    assert part.encodings == (encoding,)
-    codec.check(update, codec.decode(part.data, old))
-
-
 def test_check_sees_a_wrong_bit_a_missing_change_and_a_missing_tensor(
     update: ChangedTensors, old: codec.Old
 ) -> None:
