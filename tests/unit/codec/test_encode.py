@@ -21,7 +21,7 @@ from deltachain.codec.encodings import BucketWriter, EncodedTensor, OldBits
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import FRAME, BytePlane, StreamContent, inflate
 from deltachain.delta import TensorDelta
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, MalformedError
 from deltachain.format.keys import object_digest
 from deltachain.kernels import numba_kernels
 from deltachain.types import BITS_DTYPES, WIRE_DTYPES
@@ -60,15 +60,39 @@ def test_headers_survive(
     assert (header.nbytes, header.file_nbytes) == (len(front), len(data))
 
 
+def file_of(entries: dict[str, Any], nbytes: int) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(nbytes)
+
+
 def entry(start: int, stop: int, dtype: str = "U8") -> dict[str, Any]:
     shape = [(stop - start) // WIRE_DTYPES[dtype]]
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
 def test_entries_may_be_listed_in_any_order() -> None:
-    text = json.dumps({"b": entry(4, 8, "F32"), "a": entry(0, 4)}).encode()
-    data = len(text).to_bytes(8, "little") + text + bytes(8)
+    data = file_of({"b": entry(4, 8, "F32"), "a": entry(0, 4)}, 8)
     assert list(read_header(reader_of(data), len(data)).entries) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "nbytes"),
+    [
+        ({"a": entry(0, 4), "b": entry(0, 4)}, 4),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, 6),
+        ({"a": entry(0, 4), "b": entry(5, 8)}, 8),
+        ({"a": entry(1, 4)}, 4),
+        ({"a": entry(0, 4)}, 5),
+        ({"a": entry(0, 4)}, 3),
+        ({}, 1),
+    ],
+)
+def test_entries_that_do_not_tile_the_file_are_malformed(
+    entries: dict[str, Any], nbytes: int
+) -> None:
+    data = file_of(entries, nbytes)
+    with pytest.raises(MalformedError, match="weights"):
+        read_header(reader_of(data), len(data), key="weights")
 
 
 @pytest.mark.parametrize("dtype", BITS_DTYPES.values(), ids=str)
