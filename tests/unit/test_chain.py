@@ -177,6 +177,50 @@ def test_of_racing_makers_all_get_the_same_chain(store: MemoryStore) -> None:
     assert set(found) == {Chain.open(store).identity.chain}
 
 
+def test_a_table_that_is_not_the_one_named_is_refused(store: MemoryStore, chain: Chain) -> None:
+    assert chain.table == TABLE
+    store.put(keys.TABLE_KEY, documents.dump(documents.Table(tensors=TABLE.tensors)))
+    with pytest.raises(errors.DigestMismatchError) as caught:
+        Chain.open(store)
+    assert caught.value.key == keys.TABLE_KEY
+
+
+def test_a_table_that_means_nothing_is_refused(store: MemoryStore) -> None:
+    table = documents.Table(tensors=(("a", "BF17", (4,)),))
+    Chain.create(store, table, chain_id="one", time=0.0, assets={})
+    with pytest.raises(errors.MalformedError, match=keys.TABLE_KEY):
+        Chain.open(store)
+
+
+@pytest.mark.parametrize(
+    ("document", "error"),
+    [
+        (b"", errors.MalformedError),
+        (b'{"format":1}', errors.MalformedError),
+        (b'{"format":2,"chain":"one"}', errors.UnsupportedFormatError),
+    ],
+)
+@pytest.mark.usefixtures("chain")
+def test_an_identity_that_can_not_be_read_is_refused(
+    store: MemoryStore, document: bytes, error: type[Exception]
+) -> None:
+    store.put(keys.CHAIN_KEY, document)
+    with pytest.raises(error, match=keys.CHAIN_KEY):
+        Chain.open(store)
+
+
+def test_assets_are_verified(store: MemoryStore) -> None:
+    files = {"config.json": b"{}", "tokenizer.json": b"[]"}
+    chain = Chain.create(store, TABLE, chain_id="one", time=0.0, assets=files)
+    assert dict(chain.assets()) == files
+    store.put(chain.identity.assets[1].key, b"{}")
+    with pytest.raises(errors.DigestMismatchError):
+        list(chain.assets())
+    store.put(chain.identity.assets[1].key, b"[0]")
+    with pytest.raises(errors.MalformedError):
+        list(chain.assets())
+
+
 @pytest.mark.parametrize("store", [MemoryStore(), WideStore()], ids=["narrow", "wide"])
 def test_a_version_is_committed_once(chain: Chain, store: MemoryStore) -> None:
     (first,) = extend(chain, 1)
@@ -331,6 +375,18 @@ def test_a_record_that_leads_elsewhere_is_refused(store: MemoryStore, chain: Cha
     )
     with pytest.raises(errors.MalformedError, match="leads to another state"):
         chain.edge(summary)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"digest": "1" * 64}, {"record": "edges/other.json"}], ids=["digest", "key"]
+)
+def test_a_record_that_is_not_the_one_listed_is_refused(
+    chain: Chain, wrong: dict[str, str]
+) -> None:
+    (first,) = extend(chain, 1)
+    summary = chain.add_edge(first, anchor_of(first), "")
+    with pytest.raises((errors.DigestMismatchError, errors.MalformedError)):
+        chain.edge(msgspec.structs.replace(summary, **wrong))
 
 
 @pytest.mark.parametrize("held", [None, 0, 3, 100])

@@ -33,6 +33,7 @@ from deltachain.subscribe import Subscriber
 from deltachain.threads import Pool
 from tests.support.engine import Sharding
 from tests.support.faults import Fault, FaultyStore
+from tests.support.fetch import fetch
 from tests.support.models import (
     TinyModel,
     bits_of,
@@ -300,6 +301,20 @@ def test_a_base_path_that_a_store_names_is_not_opened(
     with pytest.raises(errors.ConfigError, match="no folder of it was given") as caught:
         open_base(BaseRef(path=str(tmp_path)), None)
     assert "--base" in caught.value.hint
+
+
+def test_a_part_that_is_gone_is_named_with_a_way_out() -> None:
+    store = MemoryStore()
+    with Publisher(PublishConfig(url=store.url), store=store).attach(plain_model()):
+        chain = Chain.open(store)
+        head = chain.read(0)
+        (part,) = head.manifest.edge.parts
+        store.delete(part.key)
+        with pytest.raises(
+            errors.ObjectNotFoundError, match="restore it from a backup, or restart the publisher"
+        ) as lost:
+            fetch(chain, chain.plan(None, head))
+        assert lost.value.key == part.key
 
 
 @pytest.fixture
