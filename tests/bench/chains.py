@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from deltachain.bridges.dialect import ElementChange
 from deltachain.errors import ConfigError
+from deltachain.kernels import host
 from deltachain.types import Bits, TensorSpec
 
 
@@ -234,7 +235,8 @@ class _TensorState:
         step_size = np.float32(-lr * self._chain.update_scale)
         bits = np.empty(self._master.shape, np.uint16)
         for block in self._blocks():
-            bits[block] = bf16_bits(self._master[block] + self._momentum[block] * step_size)
+            moved = self._master[block] + self._momentum[block] * step_size
+            bits[block] = host.cast_bf16(moved.reshape(-1)).reshape(moved.shape)
         flat: U16 = bits.reshape(-1)
         flat.flags.writeable = False
         return flat
@@ -259,7 +261,7 @@ class _TensorState:
             yield slice(start, min(start + stride, rows))
 
     def published(self) -> U16:
-        bits = bf16_bits(self._master.reshape(-1))
+        bits: U16 = host.cast_bf16(self._master.reshape(-1))
         bits.flags.writeable = False
         return bits
 
@@ -308,13 +310,3 @@ def _learning_rate(ulps_per_lr: F32, density: float) -> float:
 def _touch_probability(rows: int) -> npt.NDArray[np.float64]:
     """Chance that one batch has a token of each embedding row: Zipf's law over token ids."""
     return 1.0 - np.exp(-0.15 * rows / np.arange(1, rows + 1))
-
-
-def bf16_bits(values: F32) -> U16:
-    bits = values.view(np.uint32)
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += bits
-    rounded += np.uint32(0x7FFF)
-    rounded >>= np.uint32(16)
-    return rounded.astype(np.uint16)

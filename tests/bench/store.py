@@ -1,4 +1,4 @@
-"""Benchmark of a store: throughput, latency, and requests a version.
+"""Benchmark of a store: throughput and latency.
 
 On ``s3://`` the baseline is bare boto3 with the same bytes in the same round, in ranges of 16 MiB
 by 8 threads into one buffer. All written objects are removed at the end, also after Ctrl-C.
@@ -16,22 +16,18 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
-from torch import nn
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.plan import Plan
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload
 from deltachain.errors import ConfigError, StoreError
 from deltachain.format.documents import Edge, Table
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.kernels import host
 from deltachain.publish.wire_form import dense_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store, open_store
-from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import StateDigest, TensorSpec
 from tests.bench import report
-from tests.bench.chains import bf16_bits
 from tests.bench.report import Candidate, Timings, round_robin, say
 from tests.support.fetch import fetch
 
@@ -117,7 +113,7 @@ def make_version(store: Store, nbytes: int) -> AnchorVersion:
     upload, total = EdgeUpload(store, keys, raw=False, part_nbytes=1 << 40), StateDigest()
     for spec in specs:
         values = rng.standard_normal(spec.numel, dtype=np.float32)
-        change = dense_change(spec, bf16_bits(values * np.float32(STD)))
+        change = dense_change(spec, host.cast_bf16(values * np.float32(STD)))
         total += change.digest
         upload.add(change)
     edge = upload.finish()
@@ -130,7 +126,6 @@ def make_version(store: Store, nbytes: int) -> AnchorVersion:
 NBYTES: Final = 64_000_000
 ROUNDS: Final = 8
 LATENCIES: Final = 20
-VERSIONS: Final = 5
 NAMES: Final = {
     "bare put": "bare boto3: multipart put",
     "put": "put",
@@ -202,31 +197,6 @@ def latencies(store: Store) -> dict[str, dict[str, float]]:
     return found
 
 
-def requests(url: str) -> dict[str, float]:
-    say(f"publish and follow {VERSIONS} versions")
-    model = nn.Linear(256, 256).to(torch.bfloat16)
-    mirror = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    published = followed = 0
-    with (
-        Publisher(PublishConfig(url=url, dtype="BF16")).attach(model, assets={}) as publisher,
-        Subscriber(SubscribeConfig(url=url), mirror) as follower,
-    ):
-        follower.update()
-        for step in range(VERSIONS):
-            with torch.no_grad():
-                model.weight.view(torch.int16)[step] += 1
-            publisher.publish(step=step)
-            sent = publisher.flush()
-            held = follower.version
-            later = None if held is None else follower.chain.later(held)  # as follow() looks
-            received = follower.update(later)
-            if sent is None or received is None:
-                raise ArithmeticError("the follower found nothing new")
-            published += sent.requests
-            followed += received.requests
-    return {"publisher": published / VERSIONS, "follower": followed / VERSIONS}
-
-
 def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
     with scratch(url) as store:
         say(f"a version of {nbytes / 1e6:.0f} MB")
@@ -234,7 +204,6 @@ def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str,
         bare = BareS3(store.url) if store.url.startswith("s3://") else None
         timings = measure(store, version, bare, rounds)
         small = latencies(store)
-        spent = requests(f"{store.url}/requests")
     floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
     rows = []
     for name in timings.seconds:
@@ -250,7 +219,6 @@ def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str,
         "rounds": rounds,
         "rows": rows,
         "latencies": small,
-        "requests_per_version": spent,
         "machine": report.machine(),
     }
 
@@ -270,8 +238,5 @@ def main(url: str | None, *, json_output: bool, nbytes: int = NBYTES) -> int:
     small = report.grid("Small requests", "", "median ms", "p95 ms")
     for name, figures in result["latencies"].items():
         small.add_row(name, f"{figures['median_ms']:.1f}", f"{figures['p95_ms']:.1f}")
-    spent = report.grid("Requests a version", "", "requests")
-    for name, count in result["requests_per_version"].items():
-        spent.add_row(name, f"{count:.1f}")
-    report.emit(result, [speeds, small, spent], json_output=json_output, caveat=CAVEAT)
+    report.emit(result, [speeds, small], json_output=json_output, caveat=CAVEAT)
     return 0

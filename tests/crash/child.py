@@ -52,7 +52,7 @@ def open_place(
     for variable, value in hub.env().items():
         setenv(variable, value)
     setenv("DELTACHAIN_HF_CALLS", "1000000")  # a Hub without limits: these have their own tests
-    hub.configure(calls=1_000_000, resolver_calls=1_000_000)
+    hub.configure(calls=1_000_000)
     hub.create_bucket(f"crash/{name}")
     return Place(kind, f"hf://buckets/crash/{name}")
 

@@ -95,7 +95,7 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
 ) -> None:
     """By count: the Hub refuses nothing, and everybody gets every bit in time."""
     monkeypatch.setattr(side_threads, "RENEW_S", min(renew_s, threading.TIMEOUT_MAX))
-    hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S)
+    hub.configure(calls=CALLS, window_s=WINDOW_S)
     earlier = hub.counts()
     url = f"hf://buckets/{bucket}/policy"
     options = {"endpoint": hub.url, "token": hub.token, "window_s": WINDOW_S}

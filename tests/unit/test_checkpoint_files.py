@@ -7,23 +7,18 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from deltachain import PublishConfig
 from deltachain.chain.chain import Chain
-from deltachain.chain.checks import check_assets, check_edge, check_encodings, check_record
 from deltachain.checkpoint import Checkpoint, read_assets, write_atomic
 from deltachain.disk_space import NoRoomError, check_room, fill_holes, hint_for, reserve
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_access import WINDOW_NBYTES, FileBits, FileReader
-from deltachain.format import documents
-from deltachain.format.keys import asset_key, edge_key, payload_key
 from deltachain.publish.push import push
 from deltachain.store import MemoryStore
 from deltachain.types import TensorSpec
@@ -95,105 +90,6 @@ def test_every_cause_has_its_own_hint(tmp_path: Path) -> None:
     assert len(hints) == len(causes)
     assert "" not in hints
     assert hint_for(ValueError("x"), tmp_path) == ""
-
-
-PART = documents.ObjectRef(key=payload_key("skip", 3, 0, "a" * 32, 0), nbytes=7, blake3="0" * 64)
-SKIP = documents.Edge(kind="skip", base=1, encodings=("step",), parts=(PART,))
-KEY = edge_key(3, "skip", 1)
-DIGEST = "0123456789abcdef" * 4
-
-
-def summary(**fields: Any) -> documents.EdgeSummary:
-    true = documents.summarise(3, SKIP, "0" * 32, record=KEY, digest=DIGEST)
-    return replace(true, **fields)
-
-
-def test_what_lies_where_it_belongs_is_taken() -> None:
-    assert check_edge(SKIP, summary(), summary(), KEY) is SKIP
-    check_record(record(), DIGEST, "0" * 32, KEY)
-    sound = identity(asset_key(DIGEST, "a.json"), asset_key(DIGEST, "b.json"))
-    assert check_assets(sound) is sound
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("version", 4),
-        ("base", 0),
-        ("nbytes", 8),
-        ("parts", 2),
-        ("encodings", ()),
-        ("encodings", ("dense", "step")),
-        ("state", "1" * 32),
-        ("record", edge_key(3, "skip", 0)),
-        ("digest", "1" * 64),
-    ],
-)
-def test_an_edge_that_is_not_as_it_was_listed_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(MalformedError, match=f"has {name} ") as caught:
-        check_edge(SKIP, summary(), summary(**{name: value}), KEY)
-    assert caught.value.key == KEY
-
-
-@pytest.mark.parametrize("key", [payload_key("skip", 2, 0, "a" * 32, 0), "table.json"])
-def test_a_part_that_lies_elsewhere_is_refused(key: str) -> None:
-    edge = replace(SKIP, parts=(replace(PART, key=key),))
-    with pytest.raises(MalformedError, match="as a part"):
-        check_edge(edge, summary(), summary(), KEY)
-
-
-def test_an_encoding_that_its_edge_does_not_list_is_refused() -> None:
-    check_encodings(SKIP, ["step", "step"], PART.key)
-    check_encodings(SKIP, [], PART.key)
-    with pytest.raises(MalformedError, match="'dense'") as caught:
-        check_encodings(SKIP, ["step", "dense"], PART.key)
-    assert caught.value.key == PART.key
-
-
-def record(**fields: Any) -> documents.EdgeRecord:
-    edge = documents.Edge(kind=fields.pop("kind", "skip"), base=fields.pop("base", 1))
-    true = documents.EdgeRecord(
-        chain="one", version=3, manifest=DIGEST, base_state="", state="0" * 32, edge=edge
-    )
-    return replace(true, **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "manifest", "state"),
-    [
-        ({}, "0" * 64, "0" * 32),
-        ({}, DIGEST, "1" * 32),
-        ({"version": 4}, DIGEST, "0" * 32),
-        ({"base": 0}, DIGEST, "0" * 32),
-        ({"kind": "anchor", "base": None}, DIGEST, "0" * 32),
-    ],
-)
-def test_a_record_of_something_else_is_refused(
-    fields: dict[str, Any], manifest: str, state: str
-) -> None:
-    with pytest.raises(MalformedError) as caught:
-        check_record(record(**fields), manifest, state, KEY)
-    assert caught.value.key == KEY
-
-
-def identity(*keys: str) -> documents.Identity:
-    refs = tuple(documents.ObjectRef(key=key, nbytes=1, blake3=DIGEST) for key in keys)
-    return documents.Identity(chain="one", created=0.0, table="", assets=refs)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("table.json",),
-        (f"assets/{'0' * 32}/a.json",),
-        (f"assets/{DIGEST[:32]}/x/a.json",),
-        (asset_key(DIGEST, "a.json"), asset_key(DIGEST, "a.json")),
-    ],
-)
-def test_files_that_lie_elsewhere_are_refused(keys: tuple[str, ...]) -> None:
-    with pytest.raises(MalformedError, match="as a file") as caught:
-        check_assets(identity(*keys))
-    assert caught.value.key == "chain.json"
 
 
 ROWS = 1 << 18

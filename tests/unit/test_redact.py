@@ -309,14 +309,6 @@ def test_no_line_of_a_wrong_file_is_shown(
     check_silent("fleet", "status", f"http://{HOST}", "--timeout", "0.5")
 
 
-@pytest.mark.parametrize(
-    "command", ["log", "inspect", "verify", "stats", "doctor", "sign", "prune"]
-)
-@pytest.mark.parametrize("address", [one for one in ADDRESSES if "://" in one])
-def test_urls_of_stores_are_shown_without_secrets(command: str, address: str) -> None:
-    check_silent(command, address)
-
-
 PLACE = re.compile("URL|DIR|FILE|FOLDER|PORT|SRC|DST|ENGINE|CHECKPOINT|OLD|NEW|BASE|DELTA")
 COMMANDS: dict[str, Any] = vars(COMMAND)["commands"]
 TAKEN = [

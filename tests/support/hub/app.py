@@ -69,43 +69,13 @@ def make_hub_routes(world: World) -> APIRouter:
     _add_buckets(routes, world)
     _add_tokens(routes, world)
     _add_lookups(routes, world)
-    _add_content(routes, world)
     return routes
 
 
 def _add_buckets(routes: APIRouter, world: World) -> None:
-    reader = [Depends(_Rights(world, "read"))]
-    writer = [Depends(_Rights(world, "write"))]
-
-    @routes.get("/api/whoami-v2", dependencies=reader)
-    def whoami() -> dict[str, Any]:
-        return {"type": "user", "name": "me", "orgs": []}
-
-    @routes.post(_ROOT, dependencies=writer)
-    def create(namespace: str, name: str) -> Response:
-        made = {"url": f"{world.url}/buckets/{namespace}/{name}"}
-        if world.buckets.create(f"{namespace}/{name}"):
-            return JSONResponse(made)
-        return JSONResponse(made | {"error": "You already created this bucket"}, 409)
-
-    @routes.get(_ROOT, dependencies=reader)
-    def info(namespace: str, name: str) -> dict[str, Any]:
-        bucket = f"{namespace}/{name}"
-        created = world.buckets.created(bucket)
-        entries = world.buckets.entries(bucket)
-        return {
-            "id": bucket,
-            "private": True,
-            "createdAt": iso_date(created),
-            "updatedAt": iso_date(max([created, *(entry.uploaded for entry in entries)])),
-            "size": sum(entry.size for entry in entries),
-            "totalFiles": len(entries),
-        }
-
-    @routes.delete(_ROOT, dependencies=writer)
-    def remove(namespace: str, name: str) -> dict[str, Any]:
-        world.buckets.remove(f"{namespace}/{name}")
-        return {}
+    @routes.post(_ROOT, dependencies=[Depends(_Rights(world, "write"))])
+    def create(namespace: str, name: str) -> None:
+        world.buckets.create(f"{namespace}/{name}")
 
 
 def _add_tokens(routes: APIRouter, world: World) -> None:
@@ -145,60 +115,21 @@ def _add_lookups(routes: APIRouter, world: World) -> None:
     @routes.get(f"{_ROOT}/tree", dependencies=reader)
     @routes.get(f"{_ROOT}/tree/{{prefix:path}}", dependencies=reader)
     def tree(
-        request: Request,
-        namespace: str,
-        name: str,
-        prefix: str = "",
-        *,
-        recursive: bool = False,
-        cursor: int = 0,
+        request: Request, namespace: str, name: str, prefix: str = "", cursor: int = 0
     ) -> JSONResponse:
+        """Files in a folder and below, which is what ``recursive`` asks for."""
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         entries = world.buckets.seen(f"{namespace}/{name}")
-        inside = [entry for entry in entries if entry.path.startswith(folder)]
-        rows = _recursive(inside) if recursive else _one_level(inside, folder)
-        later = [row for row in rows if row[0] > cursor]
+        later = [one for one in entries if one.path.startswith(folder) and one.number > cursor]
         page = later[: world.settings.page]
         headers = {}
         if len(later) > len(page):
-            following = request.url.include_query_params(cursor=page[-1][0])
+            following = request.url.include_query_params(cursor=page[-1].number)
             path = quote(f"/api/buckets/{namespace}/{name}/tree") + (
                 f"/{quote(prefix, safe='')}" if prefix else ""
             )
             headers["Link"] = f'<{world.url}{path}?{following.query}>; rel="next"'
-        return JSONResponse([row for _, row in page], headers=headers)
-
-
-def _add_content(routes: APIRouter, world: World) -> None:
-    reader = [Depends(_Rights(world, "read"))]
-
-    @routes.api_route(
-        "/buckets/{namespace}/{name}/resolve/{path:path}",
-        methods=["GET", "HEAD"],
-        dependencies=reader,
-    )
-    def resolve(request: Request, namespace: str, name: str, path: str) -> Response:
-        bucket = f"{namespace}/{name}"
-        found = world.buckets.find(bucket, [path])
-        if not found:
-            return error(404, "BucketFile not found", "EntryNotFound")
-        (entry,) = found
-        headers = {
-            "X-Xet-Hash": entry.hash,
-            "X-Linked-Size": str(entry.size),
-            "X-Linked-Etag": f'"{entry.hash}"',
-            "ETag": f'"{entry.hash}"',
-            "Link": f'<{world.url}/api/buckets/{bucket}/xet-read-token>; rel="xet-auth"',
-        }
-        if request.method == "HEAD":
-            return Response(headers=headers | {"Content-Length": str(entry.size)})
-        data = world.read(entry.hash, entry.size)
-        if (span := request.headers.get("range")) is None:
-            return Response(data, headers=headers)
-        first, _, last = span.removeprefix("bytes=").partition("-")
-        begin, end = int(first), min(int(last) + 1 if last else len(data), len(data))
-        ranged = {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
-        return Response(data[begin:end], 206, headers=headers | ranged)
+        return JSONResponse([_described(entry) for entry in page], headers=headers)
 
 
 def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:
@@ -228,24 +159,6 @@ def _apply(
             continue
         modified = operation["mtime"] / 1000
         world.buckets.add(bucket, path, (operation["xetHash"], size), modified)
-
-
-def _recursive(entries: Sequence[BucketFile]) -> list[tuple[int, dict[str, Any]]]:
-    return [(entry.number, _described(entry)) for entry in entries]
-
-
-def _one_level(entries: Sequence[BucketFile], folder: str) -> list[tuple[int, dict[str, Any]]]:
-    rows: list[tuple[int, dict[str, Any]]] = []
-    folders: set[str] = set()
-    for entry in entries:
-        name, slash, _ = entry.path.removeprefix(folder).partition("/")
-        if not slash:
-            rows.append((entry.number, _described(entry)))
-        elif name not in folders:
-            folders.add(name)
-            described = {"type": "directory", "path": f"{folder}{name}"}
-            rows.append((entry.number, described | {"uploadedAt": iso_date(entry.uploaded)}))
-    return rows
 
 
 def _described(entry: BucketFile) -> dict[str, Any]:
@@ -366,16 +279,8 @@ def _add_uploads(routes: APIRouter, world: World) -> None:
         except XetFormatError as exc:
             return JSONResponse({"error": str(exc)}, 400)
 
-    @routes.post("/v1/shards", dependencies=writer)
-    def put_shard(body: Annotated[bytes, Body()]) -> Response:
-        try:
-            world.cas.put_shard(body)
-        except XetFormatError as exc:
-            return JSONResponse({"error": str(exc)}, 400)
-        return JSONResponse({"result": 1})
-
     @routes.post("/v2/shards", dependencies=writer)
-    def put_shard_slowly(body: Annotated[bytes, Body()]) -> Response:
+    def put_shard(body: Annotated[bytes, Body()]) -> Response:
         try:
             world.cas.put_shard(body)
         except XetFormatError as exc:
@@ -433,8 +338,7 @@ def _reconstruction(
         xorb: f"{world.url}/cas/xorbs/{xorb}?token={world.signer.sign(xorb, expires)}"
         for xorb in {term.xorb for term in terms}
     }
-    reply: dict[str, Any] = world.cas.reconstruction(terms, skip, urls, version)
-    return JSONResponse(reply)
+    return JSONResponse(world.cas.reconstruction(terms, skip, urls, version))
 
 
 def _span(header: str | None) -> tuple[int, int | None]:

@@ -18,8 +18,6 @@ _BUCKET_ROUTE: Final = re.compile(r"/api/buckets/[^/]+/[^/]+/(?P<route>[a-z-]+)"
 
 
 def route_of(path: str) -> str:
-    if path.startswith("/buckets/"):
-        return "resolve"
     if path.startswith("/s3/"):
         return "s3"
     if not path.startswith("/api/"):
@@ -44,16 +42,15 @@ class Allowance:
 class Limits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._windows: dict[tuple[str, str], _Window] = {}
+        self._windows: dict[str, _Window] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, token: str, method: str, route: str, settings: Settings) -> Allowance:
-        kind = "resolvers" if route == "resolve" else "api"
-        most = settings.resolver_calls if route == "resolve" else settings.calls
+        most = settings.calls
         now = time.monotonic()
         with self._lock:
             self._counts[token][f"{method} {route}"] += 1
-            window = self._windows.setdefault((token, kind), _Window(now))
+            window = self._windows.setdefault(token, _Window(now))
             if now >= window.began + settings.window_s:
                 window.began, window.used = now, 0
             allowed = window.used < most
@@ -64,8 +61,8 @@ class Limits:
             remaining = most - window.used
         span = math.ceil(settings.window_s)
         headers = {
-            "RateLimit": f'"{kind}";r={max(0, remaining)};t={left}',
-            "RateLimit-Policy": f'"fixed window";"{kind}";q={most};w={span}',
+            "RateLimit": f'"api";r={max(0, remaining)};t={left}',
+            "RateLimit-Policy": f'"fixed window";"api";q={most};w={span}',
         }
         return Allowance(allowed, headers, left)
 
@@ -97,7 +94,6 @@ class RequestFault:
     path: str = "/"
     method: str = ""
     times: int = 1
-    skip: int = 0
     status: int = 503
     retry_after: int | None = None
     seconds: float = 0.0
@@ -124,9 +120,6 @@ class Script:
         with self._lock:
             for number, fault in enumerate(self._faults):
                 if fault.method not in ("", method) or re.match(fault.path, path) is None:
-                    continue
-                if fault.skip:
-                    self._faults[number] = replace(fault, skip=fault.skip - 1)
                     continue
                 self._faults[number] = replace(fault, times=fault.times - 1)
                 if fault.times == 1:

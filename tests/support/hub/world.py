@@ -32,7 +32,6 @@ class Settings:
     )
     s3_keys: list[str] = field(default_factory=lambda: [S3_KEY])
     calls: int = 1000
-    resolver_calls: int = 5000
     window_s: float = 300.0
     page: int = 1000
     xet_token_s: float = 3600.0
@@ -401,18 +400,10 @@ class Buckets:
         self._stale: dict[str, list[BucketFile]] = {}
         self._stale_until = 0.0
 
-    def create(self, bucket: str) -> bool:
+    def create(self, bucket: str) -> None:
         with self._lock:
-            done = self._base.execute(
-                "INSERT OR IGNORE INTO buckets VALUES (?, ?)", (bucket, time.time())
-            )
-            return done.rowcount == 1
-
-    def remove(self, bucket: str) -> None:
-        with self._lock:
-            self.created(bucket)
-            self._base.execute("DELETE FROM entries WHERE bucket = ?", (bucket,))
-            self._base.execute("DELETE FROM buckets WHERE id = ?", (bucket,))
+            row = (bucket, time.time())
+            self._base.execute("INSERT OR IGNORE INTO buckets VALUES (?, ?)", row)
 
     def created(self, bucket: str) -> float:
         with self._lock:

@@ -1,11 +1,9 @@
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from deltachain.kernels.arrays import Changes
 from deltachain.types import BITS_DTYPES, Bits, TensorSpec
@@ -14,7 +12,7 @@ from tests.bench.apply import Scene
 from tests.bench.chains import TINY, ChangedTensors, Step, SyntheticChain, TensorChange, changes_of
 from tests.bench.detect import Data
 from tests.bench.layouts import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1, PeerLayout
-from tests.bench.report import Candidate, Timings, one_core, round_robin
+from tests.bench.report import Candidate, Timings, round_robin
 from tests.contract import reference
 from tests.support.values import present
 
@@ -36,15 +34,6 @@ def update(step: Step) -> ChangedTensors:
 @pytest.fixture(scope="module")
 def old(step: Step) -> codec.Old:
     return {name: bits for name, (bits, _) in step.items()}
-
-
-@pytest.mark.parametrize("encoding", codec.ENCODINGS)
-def test_every_encoding_decodes_to_the_update(
-    update: ChangedTensors, old: codec.Old, encoding: str
-) -> None:
-    part = codec.encode(update, old, encoding)
-    assert part.encodings == (encoding,)
-    codec.check(update, codec.decode(part.data, old))
 
 
 def test_check_sees_a_wrong_bit_a_missing_change_and_a_missing_tensor(
@@ -113,15 +102,6 @@ def test_ratios_are_of_the_best_and_of_pairs() -> None:
     assert timings.paired_ratio("own", "floor") == 0.5
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_one_core_is_given_back() -> None:
-    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    with one_core():
-        assert len(os.sched_getaffinity(0)) == torch.get_num_threads() == 1
-    assert os.sched_getaffinity(0) == cores
-    assert torch.get_num_threads() == threads
-
-
 # Bits a change that the systems' own encoders wrote on a synthetic chain of 16 M elements at
 # 1.006 % density; the two streams of slime's former encodings were sized at 1.23 %, ModelExpress's
 # own functions wrote theirs for 18.9 M elements at 1.016 %.
@@ -179,13 +159,6 @@ def test_every_layout_decodes_to_the_update(
     layout.check(update, layout.encode(update))
 
 
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS.values() if one.any_dtype])
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F32"])
-def test_layouts_of_bytes_store_other_widths(layout: PeerLayout, dtype: str) -> None:
-    update = update_of(change(5000, 0, 1, 77, 4999, dtype=dtype), change(9, name="still"))
-    layout.check(update, layout.encode(update))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_check_sees_one_wrong_bit_and_a_missing_change(layout: PeerLayout) -> None:
     update = update_of(change(5000, 3, 4, 4000, name="a"), change(300, 5, 9, name="b"))
@@ -220,12 +193,6 @@ def test_files_have_the_size_that_others_wrote(
     layout: PeerLayout, update: ChangedTensors, nbytes: int
 ) -> None:
     assert layout.nbytes(update) == nbytes
-
-
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS.values() if one.any_dtype])
-def test_tensors_without_changes_are_not_in_files_of_bytes(layout: PeerLayout) -> None:
-    alone = update_of(change(100, 3, name="a"))
-    assert layout.nbytes({**alone, "b": change(100, name="b")}) == layout.nbytes(alone)
 
 
 @pytest.mark.parametrize("layout", [NEMO_XOR, PULSE])

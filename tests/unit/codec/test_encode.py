@@ -176,12 +176,6 @@ def test_the_first_parts_of_a_process_are_opened_by_many_threads() -> None:
 Make = Callable[..., Change]
 
 
-def test_equal_deltas_make_equal_files(make: Make) -> None:
-    changes = [make("a", [1, 2], [0, 9], numel=10), make("b", [3], width=4)]
-    assert encode_part(changes).data == encode_part(iter(changes)).data
-    assert encode_part(changes).data != encode_part(changes[::-1]).data
-
-
 def test_raw_parts_open_in_safetensors(make: Make) -> None:
     changes = [
         make("bytes", [1, 2, 3], width=1),

@@ -109,14 +109,6 @@ def test_an_export_of_other_tensors_than_before_publishes_nothing(
     assert {name: b.tobytes() for name, b in newest.state.items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("exported", "why"), [(2 * [("w", torch.zeros(2))], "'w' twice"), ([], "no weights")]
-)
-def test_an_export_of_a_name_twice_or_of_nothing_is_refused(exported: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        Publisher("memory://v", store=MemoryStore()).attach(lambda: exported)
-
-
 def scraped(url: str) -> dict[str, float]:
     """Value of every metric; phases by their names."""
     text = httpx.get(url).text

@@ -403,6 +403,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         "the export yielded no tensors",
         ("a new iterator each time",),
     ),
+    "an export of one name twice": (lambda: lambda: 2 * [("w", torch.zeros(2))], "'w' twice", ()),
+    "an export of nothing": (lambda: list, "no weights", ()),
     "more than tensors": (
         lambda: nn.Sequential(nn.Linear(3, 3), Counting(3, 2)),
         f"'1._extra_state' {NOT_THE_SAME}",

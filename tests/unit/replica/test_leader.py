@@ -203,18 +203,6 @@ def test_it_follows_and_says_what_goes_wrong(followed: Build) -> None:
         assert here.holds(2)
 
 
-def test_a_replica_behind_what_it_may_be_is_not_ready(followed: Build) -> None:
-    here = followed()
-    with led(here, max_lag=1) as leader:
-        leader.start()
-        here.publish(1, 2, 3)
-        leader.update(1)
-        assert leader.status().lag_versions == 2
-        assert leader.status().reason == "2 versions behind"
-        leader.update()
-        assert leader.status().ready
-
-
 def test_a_replica_that_never_was_at_the_head_is_not_ready(followed: Build) -> None:
     here = followed()
     here.publish(1, 2, 3)
@@ -317,22 +305,6 @@ def test_a_replica_whose_engine_has_released_memory_is_not_ready(followed: Build
         assert (status.ready, status.reason) == (False, told)
         leader.released = frozenset()
         assert leader.status().ready
-
-
-def test_a_rollback_stays_until_it_is_released(followed: Build) -> None:
-    here = followed()
-    here.publish(1, 2)
-    with led(here) as leader:
-        leader.start()
-        assert leader.rollback(1).version == 1
-        assert leader.update() is None
-        assert (leader.status().version, leader.status().pinned) == (1, True)
-        assert leader.status().ready
-        with pytest.raises(errors.ChainError, match="cannot roll back"):
-            leader.rollback(2)
-        leader.release()
-        leader.update()
-        assert here.holds(2)
 
 
 def test_a_release_follows_again_where_following_has_ended(

@@ -183,16 +183,6 @@ def test_what_is_no_message_is_a_typed_error(text: Any, tmp_path: Path) -> None:
 
 
 @EVERY
-def test_truncated_messages_are_typed_errors(message: RankRequest | RankReply) -> None:
-    text = encode(message)
-    for end in range(len(text)):
-        with pytest.raises(ConfigError):
-            decode_request(text[:end])
-        with pytest.raises(ApplyError):
-            decode_reply(text[:end])
-
-
-@EVERY
 def test_a_request_is_no_reply_and_a_reply_no_request(message: RankRequest | RankReply) -> None:
     with pytest.raises((ConfigError, ApplyError)):
         (decode_reply if isinstance(message, RankRequest) else decode_request)(encode(message))

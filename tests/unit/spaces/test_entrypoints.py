@@ -338,14 +338,11 @@ def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> Non
     if space.name == "vllm":
         assert served["env"]["VLLM_PLUGINS"] == "deltachain,deltachain_http"
         assert served["env"]["VLLM_API_KEY"] == "sk-1"
-    assert space.calls("deltachain")[0]["argv"] == ["pull", URL, "--out", str(space.policy)]
-
-
-def test_secrets_of_ours_are_in_no_argument(space: Space) -> None:
-    space.run(API_KEY="sk-1")
-    calls = [*space.calls("deltachain"), space.served()]
-    secrets = (TOKEN, "hf_test", "sk-1")
-    assert not any(one in word for one in secrets for call in calls for word in call["argv"])
+    (pull,) = space.calls("deltachain")
+    assert pull["argv"] == ["pull", URL, "--out", str(space.policy)]
+    for call in (pull, served):
+        assert call["stdin"] == "", "nobody is asked anything"
+        assert not any(one in word for one in (TOKEN, "hf_test", "sk-1") for word in call["argv"])
 
 
 @pytest.mark.parametrize("key", ["sk-1", "a'b", "a: b # c", '"', "{x}", "- 1", "0x10"])
@@ -382,11 +379,6 @@ def test_plugins_that_are_named_already_stay(space: Space) -> None:
         assert env["VLLM_PLUGINS"] == "mine,deltachain,deltachain_http"
     else:
         assert env["SGLANG_PLUGINS"] == "mine,deltachain"
-
-
-def test_nobody_is_asked_anything(space: Space) -> None:
-    space.run()
-    assert [call["stdin"] for call in (*space.calls("deltachain"), space.served())] == ["", ""]
 
 
 def test_engine_arguments_are_words_and_never_code(space: Space) -> None:
@@ -524,25 +516,15 @@ def test_signals_reach_the_engine(space: Space) -> None:
         process.wait()
 
 
-def test_a_pull_is_ended_with_the_container(space: Space) -> None:
-    process = space.start("stay")
+@pytest.mark.parametrize("code", ["stay", 3], ids=["pulling", "waiting"])
+def test_a_start_is_ended_with_the_container(space: Space, code: int | str) -> None:
+    process = space.start(code, RETRY_S="60")
     try:
         pulling = space.wait_for("deltachain")["pid"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 143
-        assert not Path(f"/proc/{pulling}").exists()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_wait_is_ended_with_the_container(space: Space) -> None:
-    process = space.start(3, RETRY_S="60")
-    try:
-        space.wait_for("deltachain")
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 143
+        assert not Path(f"/proc/{pulling}").exists()
     finally:
         process.kill()
         process.wait()

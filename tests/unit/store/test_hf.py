@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import BucketFile, HfApi
 
 from deltachain import errors
 from deltachain.store import Store, open_store
@@ -384,3 +385,16 @@ def test_missing_bucket_does_not_look_empty(hub: HubServer) -> None:
         with pytest.raises(errors.ConfigError, match="no bucket me/absent") as caught:
             call()
         assert "hf buckets create me/absent" in caught.value.hint
+
+
+def test_stock_clients_find_and_delete_what_was_put(
+    hub: HubServer, bucket: str, opened: Open
+) -> None:
+    store, api = opened(), HfApi(endpoint=hub.url, token=hub.token)
+    pins = {f"run/1/{key}": store.put(key, b"data") for key in ("a", "b/c")}
+    listed = api.list_bucket_tree(bucket, "run", recursive=True)
+    assert {entry.path: entry.xet_hash for entry in listed if isinstance(entry, BucketFile)} == pins
+    infos = api.get_bucket_paths_info(bucket, ["run/1/a", "none"])
+    assert [(info.path, info.size) for info in infos] == [("run/1/a", 4)]
+    api.batch_bucket_files(bucket, delete=["run/1/a"])
+    assert [info.key for info in store.list()] == ["b/c"]

@@ -62,7 +62,7 @@ def test_an_object_that_stays_unusable_is_refused_and_nothing_is_written(
     refused = pytest.raises(UNUSABLE[action], match=r"(anchors|deltas)/")
     with unchanged(run.zeros), refused as caught:
         subscriber.update()
-    assert caught.value.hint
+    assert ("restart the publisher" if action == "hide" else "") in caught.value.hint
     assert subscriber.version == 1
 
 
@@ -76,15 +76,6 @@ def test_an_unusable_object_is_planned_around(
     receipt = present(subscriber.update())
     assert "anchor->3" in receipt.plan
     assert run.matches(run.zeros)
-
-
-def test_a_swapped_object_is_refused(run: Run, subscriber: Subscriber) -> None:
-    keys = [next(run.store.list(delta(version))).key for version in (2, 3)]
-    run.store.put(keys[0], run.store.get(keys[1]))
-    # By its size or by its digest.
-    with unchanged(run.zeros), pytest.raises(errors.FormatError) as caught:
-        subscriber.update()
-    assert caught.value.key == keys[0]
 
 
 # Records of anchors, and encodings of a later version
