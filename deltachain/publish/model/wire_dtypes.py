@@ -67,6 +67,13 @@ class _Set:
         return bool(shapes) and 2 * alike >= len(shapes)
 
     @property
+    def is_refused(self) -> bool:
+        """Whether a weight is as wide as in the model, or wider, in another dtype."""
+        both = ((TORCH_DTYPES[one.dtype], TORCH_DTYPES[mine.dtype]) for one, mine in self.shared)
+        floats = (two for two in both if all(one.is_floating_point for one in two))
+        return any(one != mine and one.itemsize >= mine.itemsize for one, mine in floats)
+
+    @property
     def dtypes(self) -> dict[str, str]:
         return {one.name: one.dtype for one, _ in self.shared}
 
@@ -162,7 +169,7 @@ def origin_dtypes(
         return {}
     if not whole.is_alike:
         return {}
-    if not whole.holds(tensors):
+    if whole.is_refused or not whole.holds(tensors):
         sets = [whole, *(one for one in _others(folder, own) if one.is_alike)]
         if any(one.dtypes != whole.dtypes for one in sets):
             said = " and ".join(sorted({dtype for one in sets for dtype in one.dtypes.values()}))
