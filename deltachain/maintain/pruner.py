@@ -22,7 +22,7 @@ from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.format.documents import EdgeSummary, PrunedKind, PrunedRange, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.maintain.survey import Survey, by_version, with_objects
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import check_kinds
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool
@@ -101,7 +101,6 @@ ANCHORS_KEPT: Final = 2
 """Newest anchors that are kept in any case, so that newcomers have a second way."""
 
 
-@names_checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRule:
     """Rule of what pruning keeps. A version is kept if any part of the rule names it."""

@@ -12,7 +12,7 @@ from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import check_kinds
 from deltachain.store import Location, location_of
 from deltachain.types import WIRE_DTYPES
 
@@ -22,7 +22,6 @@ AS_IN_MODEL: Final = "model"
 """Value of ``PublishConfig.dtype`` for the dtypes of the model, whatever its checkpoint has."""
 
 
-@names_checked({"every_steps": "attach"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishConfig:
     """Settings of a :class:`Publisher`; the defaults suit most runs.
@@ -170,8 +169,7 @@ class PublishConfig:
             settings: Single settings, by field name.
 
         Raises:
-            ConfigError: ``config`` is something else, there is no such setting, or its value is not
-                allowed.
+            ConfigError: ``config`` is something else, or a value is not allowed.
         """
         if config is None:
             return cls(url=url, **settings)

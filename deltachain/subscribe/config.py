@@ -8,11 +8,10 @@ from typing import Any
 
 from deltachain.chain.trust import Trust
 from deltachain.errors import ConfigError
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import check_kinds
 from deltachain.store import Location, location_of
 
 
-@names_checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscribeConfig:
     """Settings of a :class:`Subscriber`; the defaults suit most replicas.
