@@ -695,8 +695,7 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
-        with self.times.staging(), ahead as looking:
+        with self.times.staging(), looking_ahead(chain, committed.version) as looking:
             fetched, prepared = fetch_around(
                 chain, held, committed, stage, usable=self._usable, hold=not once, room=room
             )
