@@ -20,7 +20,7 @@ from deltachain.chain import identity as mirror_record
 from deltachain.cli import console
 from deltachain.cli import console as c
 from deltachain.cli.app import PANELS, explain
-from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
+from deltachain.cli.console import clean, count, moment, nbytes, percent
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.store import calls as outage
 from deltachain.store import open_store
@@ -412,9 +412,6 @@ def test_figures_are_short_and_never_hide_what_is_there() -> None:
     ]  # fmt: skip
     assert [count(n) for n in (0, 999, 12_345, 7 * 10**9)] == ["0", "999", "12.3 k", "7.00 G"]
     assert [percent(x) for x in (0.0, 1e-9, 0.0123, 1.0)] == ["0 %", "<0.01 %", "1.23 %", "100 %"]
-    assert bar(0.0).plain == ""
-    assert bar(1e-9).plain == "▏"
-    assert bar(1.0, 4).plain == "████"
     assert clean("a\x1b[31mb\u202e") == "a\ufffd[31mb\ufffd"
 
 
