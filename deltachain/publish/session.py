@@ -400,7 +400,7 @@ class Session:
             upload_s=upload_s,
             kernel=self.snapshot.kernel,
             encoding=self.encoding.name if edge.kind == "delta" else "",
-            restored=self.writer.chain.take_restored(),
+            restored=self.writer.chain.commits.take_restored(),
             kept_nbytes=self.kept_nbytes,
             manifest=committed.digest,
         )
