@@ -3,19 +3,23 @@
 import operator
 import typing
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from deltachain.errors import ConfigError
 
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
 
 def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
-    """Check that each field of a dataclass has a value of its declared type.
+    """Check that each field of a dataclass has a value of its declared type, within its bounds.
 
     Numbers of NumPy are numbers, a whole number is a number too, and ``True`` is neither.
     """
-    kinds = typing.get_type_hints(type(settings))
+    kinds = typing.get_type_hints(type(settings), include_extras=True)
     for field in fields(settings):
         value = getattr(settings, field.name)
         plain = value.item() if hasattr(value, "item") else value

@@ -60,7 +60,7 @@ def test_a_value_of_another_type_names_field_expected_and_found(make: Maker, nam
         ({"maintain": 5}, "maintain=5: Expected `bool"),
         ({"metrics": 9095}, "metrics=9095: Expected `str"),
         ({"when_busy": "later"}, "when_busy='later': Invalid enum value 'later'"),
-        ({"anchor_factor": float("nan")}, "anchor_factor=nan: expected a positive number"),
+        ({"anchor_factor": float("nan")}, "anchor_factor=nan: Expected `float` > 0"),
     ],
 )
 def test_settings_of_a_publisher(settings: dict[str, Any], message: str) -> None:
