@@ -90,6 +90,10 @@ class _Stamp(NamedTuple):
     time: float
 
 
+def _is_older(epoch: int, one: _Stamp) -> bool:
+    return one.epoch < epoch
+
+
 class _Search:
     """Search through the manifests of a chain, each read once."""
 
@@ -102,8 +106,7 @@ class _Search:
         """Find the newest version of a step, epoch by epoch."""
         high: _Stamp | None = self._head
         while high is not None:
-            epoch = high.epoch
-            before = self._last(0, high.version - 1, lambda one, at=epoch: one.epoch < at)
+            before = self._last(0, high.version - 1, partial(_is_older, high.epoch))
             low = self._first(before.version + 1 if before else 0, high.version) or high
             found = self._last(
                 low.version + 1, high.version, lambda one: _by(one)[0] <= step, stepped=True
