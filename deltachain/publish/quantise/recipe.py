@@ -213,6 +213,22 @@ class Multipliers(Protocol):
 Rounding: TypeAlias = Literal["int8-divide", "fp8-divide", "fp8-multiply"]
 """Code of ``x``: int8 or fp8 e4m3 of ``bf16(x / factor)``, or fp8 e4m3 of ``x * factor``."""
 
+_LARGEST: Final = 448.0  # largest number of fp8 e4m3
+
+
+def rounded(rounding: Rounding, weight: Tensor, factors: Tensor) -> Tensor:
+    """Make the codes of bf16 weights with fewer operations than the library, and the same bits."""
+    import torch  # noqa: PLC0415 - a recipe is named without it
+
+    number = weight.float()
+    if rounding == "fp8-multiply":
+        return number.mul_(factors).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    number = number.div_(factors).to(torch.bfloat16)
+    if rounding == "int8-divide":
+        return number.clamp_(-128.0, 127.0).round_().to(torch.int8)
+    number += 0.0  # as adding a zero point does: -0.0 becomes 0.0
+    return number.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+
 
 def _scales_themselves(amax: Tensor, scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
     del amax, global_scale
@@ -234,7 +250,8 @@ class Arithmetic:
             refused.
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
-        rounding: How a kernel on the host makes the same codes of bf16 weights; None if it cannot.
+        rounding: How a kernel or few operations make the same codes of bf16 weights; None if they
+            cannot.
         ignored: From the ``quantization_config`` of a checkpoint to the layers that are not
             quantised, as entries of ``Quantization.ignore``; None if another recipe made it.
     """

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
-from deltachain.kernels.torch_kernels import host_array, on_host
+from deltachain.kernels.torch_kernels import host_array
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to, specs_of
 from deltachain.publish.quantise import layers
@@ -29,6 +29,7 @@ from deltachain.publish.quantise.recipe import (
     Recipe,
     Rounding,
     Stored,
+    rounded,
 )
 from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.publish.ranks.collectives import Collective, Ranks
@@ -360,12 +361,21 @@ def make_codes(
     arithmetic, (_, (left, right)) = recipe.arithmetic, grid.margins(window)
     shape = values.shape[0], values.shape[1] // recipe.codes.block[1]
     codes = torch.empty(shape, dtype=TORCH_DTYPES[recipe.codes.dtype], device=values.device)
-    if arithmetic.rounding and values.dtype == torch.bfloat16 and on_host(values):
+    factors = None
+    if arithmetic.rounding is not None and values.dtype == torch.bfloat16:
         factors = arithmetic.factors(amax, arithmetic.scales(amax))
-        _by_kernel(arithmetic.rounding, values, factors, grid, window, codes)
-        return codes
+        if has_kernel(values.device):
+            _by_kernel(arithmetic.rounding, values, factors, grid, window, codes)
+            return codes
     for band in grid.bands(window):
         piece, part = values[band.rows], codes[band.rows]
+        if arithmetic.rounding is not None and factors is not None:
+            by = factors[band.blocks]
+            blocks = _in_blocks(piece, band, (left, right), by)
+            made = rounded(arithmetic.rounding, blocks, by[:, None, :, None])
+            made = made.view(-1, left + piece.shape[1] + right)
+            part.copy_(made[band.before : band.before + part.shape[0], left : left + part.shape[1]])
+            continue
         margins = Margins(band.before, band.after, left, right)
         made = arithmetic.codes(piece, amax[band.blocks], margins, global_scale)
         if (made.dtype, made.shape) != (part.dtype, part.shape):
@@ -376,6 +386,10 @@ def make_codes(
             )
         part.copy_(made)
     return codes
+
+
+def has_kernel(where: torch.device) -> bool:
+    return where.type == "cpu"
 
 
 def _by_kernel(

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, collect_weights
 from deltachain.publish.model.wire_dtypes import wire_dtype
+from deltachain.publish.quantise import tensors
 from deltachain.publish.quantise.recipe import Grid, Recipe
 from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import make_codes
@@ -264,11 +266,14 @@ def test_values_that_are_computed_when_saving_are_refused() -> None:
 
 
 def both(recipe: Recipe, values: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a whole matrix by the kernel and by the library, as bytes."""
+    """Codes of a whole matrix by the kernel and by the library, as bytes; torch has the same."""
     grid, window = Grid((values.shape[0], values.shape[1]), recipe.block), Box.whole(values.shape)
     ours = make_codes(recipe, values, grid, window, amax)
     library = make_codes(by_library(recipe), values, grid, window, amax)
     assert ours.dtype == library.dtype
+    with mock.patch.object(tensors, "has_kernel", return_value=False):
+        in_torch = make_codes(recipe, values, grid, window, amax)
+    assert torch.equal(in_torch.view(torch.uint8), ours.view(torch.uint8))
     return ours.view(torch.uint8), library.view(torch.uint8)
 
 
