@@ -88,13 +88,7 @@ WEIGHTS_FILE: Final = "model.safetensors"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
-_SHARD: Final = re.compile(r"(.*\D|)(\d+)([-_]of[-_])(\d+)(.*)")
-"""Name of a shard: what is before its number, the number, and how many shards there are."""
-
-_MODEL_SHARDS: Final = "model-{}.safetensors"  # as save_pretrained writes
-
-_OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)[-_.]).*")
-"""Names of files with tensors in another form, or with tensors of an optimizer."""
+_SHARD: Final = re.compile(r"\d+[-_]of[-_]\d+")  # in the name of a shard
 
 _INCOMPLETE: Final = (
     "the checkpoint is incomplete, or of two saves: save or download it again, or name one "
@@ -114,7 +108,7 @@ def find_weights(path: Path) -> WeightFiles:
         return WeightFiles([path])
     there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
     index, places = _index_of(path, there)
-    names = sorted(set(places.values())) or _whole_set(path, there)
+    names = sorted(set(places.values())) or _only_file(path, there)
     missing = [name for name in names if not (path / name).is_file()]
     if not names or missing:
         raise ConfigError(
@@ -144,8 +138,7 @@ def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
         # Else an earlier save left the index: `from_pretrained` reads the whole file.
         if WEIGHTS_FILE not in there or set(places.values()) == {WEIGHTS_FILE}:
             return INDEX_FILE, places
-    sets = _sets(there)
-    if WEIGHTS_FILE in sets or _MODEL_SHARDS in sets or ADAPTER_FILE in sets:
+    if WEIGHTS_FILE in there or ADAPTER_FILE in there:
         return "", {}
     read = ((file.name, _read_index(file)) for file in path.glob("[!.]*.safetensors.index*.json"))
     found = [(name, places) for name, places in read if not set(there).isdisjoint(places.values())]
@@ -165,49 +158,19 @@ def _read_index(index: Path) -> dict[str, str]:
     return places
 
 
-def _sets(there: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of each set of files; a file that is no shard is a set of its own."""
-    sets: dict[str, list[str]] = {}
-    for name in there:
-        shard = _SHARD.fullmatch(name)
-        sets.setdefault(f"{shard[1]}{{}}{shard[5]}" if shard else name, []).append(name)
-    return sets
-
-
-def _whole_set(path: Path, there: Sequence[str]) -> list[str]:
-    sets = _sets(there)
-    for own in (WEIGHTS_FILE, _MODEL_SHARDS, ADAPTER_FILE):
-        if own in sets:
-            return _checked(path, sets[own])
-    known = [names for names in sets.values() if not _OTHER_SETS.fullmatch(names[0])]
-    known = known or list(sets.values())
-    if len(known) > 1:
+def _only_file(path: Path, there: Sequence[str]) -> list[str]:
+    """Return the model's or the adapter's file, else the only one; none of an empty folder."""
+    own = [name for name in (WEIGHTS_FILE, ADAPTER_FILE) if name in there][:1]
+    if own or not there:
+        return own
+    if len(there) > 1 or _SHARD.search(there[0]):
         raise UnsupportedModelError(
-            f"{path} has several sets of weights, and none is named as the model's: "
-            + ", ".join(names[0] for names in known),
+            f"{path} has several sets of weights, or shards without an index, and none is named "
+            f"as the model's: {', '.join(there[:4])}",
             hint=f"move the files away that are not the model's, or write {INDEX_FILE}, whose "
             "weight_map has the file of each tensor",
         )
-    return _checked(path, known[0]) if known else []
-
-
-def _checked(path: Path, names: list[str]) -> list[str]:
-    """Return the names of a set, if all of its shards are there, and no others."""
-    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
-    if not shards:
-        return names
-    counts, numbers = {int(shard[4]) for shard in shards}, {int(shard[2]) for shard in shards}
-    first = 0 if 0 in numbers else 1
-    absent = next(n for n in itertools.count(first) if n not in numbers)
-    if counts == {len(shards)} and absent == first + len(shards):
-        return names
-    one, wanted = shards[0], " and ".join(map(str, sorted(counts)))
-    missing = f"{one[1]}{absent:0{len(one[2])}}{one[3]}{one[4]}{one[5]}"
-    raise UnsupportedModelError(
-        f"{path} has {len(shards)} shards, whose names say {wanted}"
-        + (f": {missing} is missing" if len(counts) == 1 else ""),
-        hint=_INCOMPLETE,
-    )
+    return list(there)
 
 
 _HASHED_NBYTES: Final = 16 << 20  # bytes of a file that are read and hashed at a time
@@ -286,8 +249,8 @@ class Checkpoint:
     """The tensors of one safetensors file, or of the weights in a folder.
 
     Of several sets of weights in a folder, ``model.safetensors`` counts, else the files of
-    ``model.safetensors.index.json``, the shards ``model-i-of-n``, the adapter, or the files of the
-    only other index. Others are named in a warning. Files are read by calls, none stays open.
+    ``model.safetensors.index.json``, the adapter, the files of the only other index, or the only
+    file. Others are named in a warning. Files are read by calls, none stays open.
     """
 
     def __init__(self, path: Path) -> None:

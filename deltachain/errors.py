@@ -319,7 +319,8 @@ class BaseMismatchError(ApplyError):
     """The target does not hold the base bits of the delta; nothing was written."""
 
     default_hint = (
-        "plan again from nothing: the target was modified externally, or an object is damaged"
+        "plan again from nothing: the target was modified externally, or an object is damaged, which "
+        "`deltachain verify` names"
     )
 
 

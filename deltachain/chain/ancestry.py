@@ -132,73 +132,6 @@ def hops(first: Version, last: Version) -> list[Hop]:
     return way
 
 
-class Skips:
-    """The skips of one chain, and the deltas where there are none."""
-
-    def __init__(self, store: Store, manifests: Manifests, chain: str, trust: Trust) -> None:
-        self._store = store
-        self._manifests = manifests
-        self._chain = chain
-        self._trust = trust
-
-    def edges(
-        self,
-        starts: Iterable[Version],
-        last: Version,
-        *,
-        without: Callable[[EdgeSummary], bool] | None = None,
-    ) -> tuple[EdgeSummary, ...]:
-        """Find edges that lead from some versions to a later one in few steps."""
-        way = {hop for first in starts for hop in hops(first, last)}
-        wanted = sorted(hop for hop in way if hop.span > 1)
-        deltas = sorted(hop for hop in way if hop.span == 1)
-        found: dict[Hop, EdgeSummary] = {}
-        with Pool(READS) as pool:
-            while wanted:
-                there = self._there(wanted)
-                read = zip(there, pool.map(self._read, there), strict=True)
-                found |= {
-                    hop: summary
-                    for hop, summary in read
-                    if summary is not None and not (without and without(summary))
-                }
-                if not found and without is None:
-                    return ()
-                finer = [part for hop in wanted if hop not in found for part in hop.finer()]
-                wanted = [hop for hop in finer if hop.span > 1]
-                deltas += [hop for hop in finer if hop.span == 1]
-            versions = _windows(sorted({hop.version for hop in deltas}))
-            lists = list(pool.map(self._listed, versions[:MOST_LISTS]))
-        return (*found.values(), *(edge for edges in lists for edge in edges))
-
-    def anchors(self, version: Version) -> tuple[EdgeSummary, ...]:
-        """Find the anchors of a version, and of the last one where maintainers add them, by key.
-
-        They need not be listed: manifests and the head hint list the two newest anchors only.
-        """
-        places = {version, version - version % ANCHOR_AT}
-        keys = [edge_key(place, "anchor", None) for place in sorted(places)]
-        found = (read_summary(self._store, k, chain=self._chain, trust=self._trust) for k in keys)
-        return tuple(summary for summary in found if summary is not None)
-
-    def _there(self, wanted: Sequence[Hop]) -> list[Hop]:
-        """Return the hops that may have a record, after one lookup where that covers many."""
-        if self._store.capabilities.probes == 1:
-            return list(wanted)
-        infos = self._store.find_all([hop.key for hop in wanted])
-        return [hop for hop in wanted if hop.key in infos]
-
-    def _read(self, hop: Hop) -> EdgeSummary | None:
-        return read_summary(self._store, hop.key, chain=self._chain, trust=self._trust)
-
-    def _listed(self, version: Version) -> tuple[EdgeSummary, ...]:
-        try:
-            found = self._manifests.find(version)
-        except errors.FormatError:
-            return ()
-        return (*found.manifest.recent, found.manifest.summary()) if found else ()
-
-
 def _windows(versions: Sequence[Version]) -> list[Version]:
     """Return versions whose manifests list the edges to all of ``versions``, newest first."""
     chosen: list[Version] = []
@@ -223,13 +156,16 @@ PRUNED: Final = (
 
 
 class Past:
-    """The history of a chain, read from the edge lists of few manifests."""
+    """The history of a chain, read from the edge lists of few manifests, and from skips."""
 
-    def __init__(self, store: Store, manifests: Manifests, prunes: Prunes, skips: Skips) -> None:
+    def __init__(
+        self, store: Store, manifests: Manifests, prunes: Prunes, chain: str, trust: Trust
+    ) -> None:
         self._store = store
         self._manifests = manifests
         self._prunes = prunes
-        self._skips = skips
+        self._chain = chain
+        self._trust = trust
 
     def find_state(self, state: StateDigest, head: Committed | None) -> Committed | None:
         """Find the newest version with a state, among recent versions and version 0.
@@ -287,7 +223,7 @@ class Past:
             if not pruned:
                 self._leave_out_pruned(search)
             without = None if pruned or not self._prunes.names_edges else self._prunes.is_pruned
-            if search.add(self._skips.edges(search.starts, version, without=without)):
+            if search.add(self._edges(search.starts, version, without=without)):
                 with suppress(errors.BrokenChainError):
                     plan = search.end()
         if plan is not None:
@@ -309,7 +245,7 @@ class Past:
         try:
             return self._plan_back(held, target, search)
         except errors.BrokenChainError:
-            if search.add(self._skips.anchors(target.version)):
+            if search.add(self._anchors(target.version)):
                 with suppress(errors.BrokenChainError):
                     return search.end()
             raise
@@ -354,6 +290,63 @@ class Past:
             if found is not None:
                 return found
         return None
+
+    def _edges(
+        self,
+        starts: Iterable[Version],
+        last: Version,
+        *,
+        without: Callable[[EdgeSummary], bool] | None = None,
+    ) -> tuple[EdgeSummary, ...]:
+        """Find edges that lead from some versions to a later one in few steps."""
+        way = {hop for first in starts for hop in hops(first, last)}
+        wanted = sorted(hop for hop in way if hop.span > 1)
+        deltas = sorted(hop for hop in way if hop.span == 1)
+        found: dict[Hop, EdgeSummary] = {}
+        with Pool(READS) as pool:
+            while wanted:
+                there = self._there(wanted)
+                read = zip(there, pool.map(self._read, there), strict=True)
+                found |= {
+                    hop: summary
+                    for hop, summary in read
+                    if summary is not None and not (without and without(summary))
+                }
+                if not found and without is None:
+                    return ()
+                finer = [part for hop in wanted if hop not in found for part in hop.finer()]
+                wanted = [hop for hop in finer if hop.span > 1]
+                deltas += [hop for hop in finer if hop.span == 1]
+            versions = _windows(sorted({hop.version for hop in deltas}))
+            lists = list(pool.map(self._listed, versions[:MOST_LISTS]))
+        return (*found.values(), *(edge for edges in lists for edge in edges))
+
+    def _anchors(self, version: Version) -> tuple[EdgeSummary, ...]:
+        """Find the anchors of a version, and of the last one where maintainers add them, by key.
+
+        They need not be listed: manifests and the head hint list the two newest anchors only.
+        """
+        places = {version, version - version % ANCHOR_AT}
+        keys = [edge_key(place, "anchor", None) for place in sorted(places)]
+        found = (read_summary(self._store, k, chain=self._chain, trust=self._trust) for k in keys)
+        return tuple(summary for summary in found if summary is not None)
+
+    def _there(self, wanted: Sequence[Hop]) -> list[Hop]:
+        """Return the hops that may have a record, after one lookup where that covers many."""
+        if self._store.capabilities.probes == 1:
+            return list(wanted)
+        infos = self._store.find_all([hop.key for hop in wanted])
+        return [hop for hop in wanted if hop.key in infos]
+
+    def _read(self, hop: Hop) -> EdgeSummary | None:
+        return read_summary(self._store, hop.key, chain=self._chain, trust=self._trust)
+
+    def _listed(self, version: Version) -> tuple[EdgeSummary, ...]:
+        try:
+            found = self._manifests.find(version)
+        except errors.FormatError:
+            return ()
+        return (*found.manifest.recent, found.manifest.summary()) if found else ()
 
 
 def missing_manifest(version: Version, newest: Version) -> errors.BrokenChainError:

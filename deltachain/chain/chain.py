@@ -13,7 +13,7 @@ from typing import Final
 
 from deltachain import errors
 from deltachain.chain import checks
-from deltachain.chain.ancestry import Past, Prunes, Skips
+from deltachain.chain.ancestry import Past, Prunes
 from deltachain.chain.commits import Commits
 from deltachain.chain.identity import identity_there, make, read_model, refuse_mirror
 from deltachain.chain.manifests import SEEN, Committed, Manifests, Standing, read_hint
@@ -54,6 +54,7 @@ class Chain:
         trust: Keys that sign and check documents; by default those of a reader's environment.
         latest: The newest version seen by this object; ``None`` before the first look.
         prunes: Its prune records.
+        commits: Its commits by this object.
 
     Examples:
         >>> chain = deltachain.Chain.open(deltachain.open_store(url))
@@ -81,10 +82,9 @@ class Chain:
         self.latest: Version | None = None
         self._looked = -math.inf
         self._manifests = Manifests(store, identity.chain, seen, self.trust)
-        self._commits = Commits(store, self._manifests, identity, self.documents, self.trust)
+        self.commits = Commits(store, self._manifests, identity, self.documents, self.trust)
         self.prunes = Prunes(store, identity.chain, self.trust)
-        skips = Skips(store, self._manifests, identity.chain, self.trust)
-        self._past = Past(store, self._manifests, self.prunes, skips)
+        self._past = Past(store, self._manifests, self.prunes, identity.chain, self.trust)
 
     @classmethod
     def create(
@@ -279,25 +279,11 @@ class Chain:
 
     def commit(self, manifest: Manifest) -> Committed:
         """Commit a version exactly once; see :meth:`Commits.commit`."""
-        return self._commits.commit(manifest)
+        return self.commits.commit(manifest)
 
     def settle(self, manifest: Manifest) -> Committed | None:
         """Resolve a commit with an unknown outcome; see :meth:`Commits.settle`."""
-        return self._commits.settle(manifest)
-
-    def watch(self, anchor: str) -> None:
-        """Check an anchor's part for existence during later commits."""
-        self._commits.anchor, self._commits.anchor_is_gone = anchor, False
-
-    @property
-    def anchor_is_gone(self) -> bool:
-        """Whether the watched part was missing at the last check."""
-        return self._commits.anchor_is_gone
-
-    def take_restored(self) -> tuple[str, ...]:
-        """Return the keys restored by commits since the last call."""
-        restored, self._commits.restored = tuple(self._commits.restored), []
-        return restored
+        return self.commits.settle(manifest)
 
     def add_edge(self, committed: Committed, edge: Edge, base_state: str) -> EdgeSummary:
         """Record another edge to a committed version; an existing record of it is kept.

@@ -91,6 +91,15 @@ class Commits:
         self._decides = can.conditional_put
         self._always = can.probes > 1 or not can.conditional_put
 
+    def watch(self, anchor: str) -> None:
+        """Check an anchor's part for existence during later commits."""
+        self.anchor, self.anchor_is_gone = anchor, False
+
+    def take_restored(self) -> tuple[str, ...]:
+        """Return the keys restored since the last call."""
+        restored, self.restored = tuple(self.restored), []
+        return restored
+
     def commit(self, manifest: Manifest) -> Committed:
         """Commit a version exactly once.
 

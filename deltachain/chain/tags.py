@@ -6,7 +6,7 @@ reachable after the record was written, so that who deletes payloads and read th
 what it must, or the tag is taken back.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -30,12 +30,6 @@ from deltachain.types import Version
 # reads O(log n) manifests. A search by step reads O(log n) manifests of each epoch, back from the
 # head to the newest that has the step: where each version is an epoch of its own, as after pushes,
 # all of these versions.
-
-
-AHEAD: Final = 64  # manifests read at a time where one after another is needed
-THREADS: Final = 8  # manifests read at a time by threads
-SHORT: Final = 4
-"""Versions of an epoch up to which the next epochs back are taken to be short as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +90,10 @@ class _Stamp(NamedTuple):
     time: float
 
 
+def _is_older(epoch: int, one: _Stamp) -> bool:
+    return one.epoch < epoch
+
+
 class _Search:
     """Search through the manifests of a chain, each read once."""
 
@@ -108,8 +106,7 @@ class _Search:
         """Find the newest version of a step, epoch by epoch."""
         high: _Stamp | None = self._head
         while high is not None:
-            is_earlier = partial(_is_before, high.epoch)
-            before = self._last(0, high.version - 1, is_earlier)
+            before = self._last(0, high.version - 1, partial(_is_older, high.epoch))
             low = self._first(before.version + 1 if before else 0, high.version) or high
             found = self._last(
                 low.version + 1, high.version, lambda one: _by(one)[0] <= step, stepped=True
@@ -117,8 +114,6 @@ class _Search:
             for one in (high, found, low):
                 if one is not None and one.step == step:
                     return one.version
-            if high.version - low.version < SHORT:
-                self._read_all(range(max(0, low.version - AHEAD), low.version))
             high = before
         raise errors.ChainError(
             f"{self._chain.store.url} has no version of step {step}", hint=self._near(step)
@@ -150,9 +145,7 @@ class _Search:
 
     def _first(self, first: Version, last: Version, *, stepped: bool = False) -> _Stamp | None:
         """Return the first of some versions that exists, and has a step if so wanted."""
-        for count, version in enumerate(range(first, last + 1)):
-            if count >= SHORT and count & (count - 1) == 0:
-                self._read_all(range(version, min(version + count, last + 1)))
+        for version in range(first, last + 1):
             stamp = self._stamp(version)
             if stamp is not None and not (stepped and stamp.step is None):
                 return stamp
@@ -164,12 +157,6 @@ class _Search:
             self._read[version] = None if found is None else _stamp(found)
         return self._read[version]
 
-    def _read_all(self, versions: Iterable[Version]) -> None:
-        wanted = [version for version in versions if version not in self._read]
-        with Pool(min(THREADS, len(wanted))) as pool:
-            for _ in pool.map(self._stamp, wanted):
-                pass
-
     def _near(self, step: int) -> str:
         """Name the nearest steps below and above that were met."""
         met = [s for s in self._read.values() if s is not None and s.step is not None]
@@ -177,10 +164,6 @@ class _Search:
         above = min((s for s in met if s.step is not None and s.step > step), default=None, key=_by)
         near = [f"{s.step} (version {s.version})" for s in (below, above) if s is not None]
         return f"near it are the steps {' and '.join(near)}" if near else "no version has a step"
-
-
-def _is_before(epoch: int, stamp: _Stamp) -> bool:
-    return stamp.epoch < epoch
 
 
 def _by(stamp: _Stamp) -> tuple[int, Version]:

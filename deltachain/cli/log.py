@@ -31,8 +31,6 @@ COLUMNS: Final = (
 )
 """Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
 
-GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state", "signed by")
-
 READS: Final = 16  # manifests read at a time
 
 if TYPE_CHECKING:
@@ -202,7 +200,7 @@ def _show(report: Mapping[str, Any], head: Committed) -> None:
     out = c.out()
     out.print(c.facts(**about))
     out.print()
-    out.print(c.table(columns, cells, *GIVE_WAY))
+    out.print(c.table(columns, cells))
 
 
 def _rows(version: Mapping[str, Any]) -> Iterator[dict[str, Text | str]]:

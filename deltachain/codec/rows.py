@@ -15,7 +15,6 @@ import msgspec
 
 from deltachain.codec.container import MAX_DIRECTORY, Directory, TensorRow
 from deltachain.codec.encodings import ENCODINGS
-from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError
 from deltachain.types import StateDigest
 
@@ -200,22 +199,6 @@ def groups(rows: Iterable[TensorRow]) -> Iterator[tuple[TensorRow, ...]]:
         if row.digest:
             yield tuple(group)
             group = []
-
-
-def changes_of(
-    parts: Sequence[Iterable[TensorRow]],
-) -> Iterator[tuple[frozenset[str], StateDigest]]:
-    """Yield sets of tensors, and the sum of their changes by the rows of some parts.
-
-    Sets are as small as shared digests allow: most have one tensor.
-    """
-    digests = [group for rows in parts for group in groups(rows)]
-    found = join_sets([row.name for row in group] for group in digests)
-    sums = [StateDigest() for _ in found]
-    number = {name: n for n, names in enumerate(found) for name in names}
-    for *_, last in digests:
-        sums[number[last.name]] += StateDigest.parse(last.digest)
-    yield from zip(found, sums, strict=True)
 
 
 class RowDigests:

@@ -1,9 +1,8 @@
-"""Kernels in torch operations, for weights on an accelerator; digests by Triton where it is.
+"""Kernels in torch operations, for weights on an accelerator; digests by Triton, or on the host.
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
-and add; ``bits_of`` returns such a view of any dtype. Sums wrap as on the host. Work is done
-in chunks, so that temporaries stay small for a 600 M element embedding. Functions without
-a docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_``, since
+and add; ``bits_of`` returns such a view of any dtype. Sums wrap as on the host. Functions without a
+docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_``, since
 ``scatter_`` costs as much as its whole destination.
 """
 
@@ -17,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltachain.kernels.arrays import MIX_A, MIX_B, PHI
+from deltachain.kernels import host
 from deltachain.kernels.protocol import LiveBits
-from deltachain.types import BITS_DTYPES, StateDigest
+from deltachain.types import BITS_DTYPES, Bits, StateDigest
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ def pin_(tensor: Tensor) -> bool:
     return True
 
 
-CHUNK: Final = 1 << 24  # elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB
 INT_DTYPES: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
     2: torch.int16,
@@ -163,10 +161,7 @@ def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDiges
 
     if staging.decodes_on(bits.device):
         return staging.digest(key, bits, indices=indices)
-    total = StateDigest()
-    for at in range(0, indices.numel(), CHUNK):
-        total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
-    return total
+    return host.digest_at(key, indices.cpu().numpy(), _copied(bits))
 
 
 def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
@@ -174,30 +169,11 @@ def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
 
     if staging.decodes_on(bits.device):
         return staging.digest(key, bits, start)
-    total = StateDigest()
-    for at in range(0, bits.numel(), CHUNK):
-        window = bits[at : at + CHUNK]
-        first = start + at
-        indices = torch.arange(first, first + window.numel(), device=bits.device)
-        total += _digest(key, indices, window)
-    return total
+    return host.digest(key, _copied(bits), start)
 
 
-def _digest(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
-    position = indices * signed(PHI)
-    extended = bits.to(torch.int64)
-    if bits.dtype in (torch.int16, torch.int32):
-        extended = extended & ((1 << 8 * bits.element_size()) - 1)
-    lanes = [int(mix((position + signed(k)) ^ extended).sum()) % (1 << 64) for k in key]
-    return StateDigest(*lanes)
-
-
-def mix(x: Tensor) -> Tensor:
-    """Mix keys, positions and bits, already combined, into a lane of the state digest."""
-    x = x * signed(MIX_A)
-    x = x ^ ((x >> 32) & 0xFFFFFFFF)
-    x = x * signed(MIX_B)
-    return x ^ ((x >> 29) & ((1 << 35) - 1))
+def _copied(bits: Tensor) -> Bits:
+    return bits.detach().contiguous().cpu().numpy().view(BITS_DTYPES[bits.element_size()])
 
 
 def signed(value: int) -> int:

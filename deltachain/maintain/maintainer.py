@@ -10,7 +10,7 @@ from typing import Final
 
 from deltachain import errors
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
-from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
+from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.manifests import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
 from deltachain.chain.upload import DENSE_SHARE
@@ -97,26 +97,15 @@ def anchor_version(
 
 
 def why_unreachable(chain: Chain, head: Committed) -> errors.BrokenChainError | None:
-    if is_reachable(chain, head.version):
-        return None
-    return errors.BrokenChainError(
-        f"newcomers cannot reach version {head.version}: {_lost_object(chain, head)}",
-        version=head.version,
-    )
-
-
-def _lost_object(chain: Chain, head: Committed) -> str:
-    """Name a lost object on the cheapest way from nothing, for a message."""
     try:
-        plan = chain.plan(None, head)
-        parts = [part.key for edge in plan.edges for part in chain.edge(edge, head).parts]
+        plan_present(chain, None, head)
     except errors.BrokenChainError as exc:
-        return str(exc.args[0])
-    except (errors.ObjectNotFoundError, errors.FormatError) as exc:
-        return f"{exc.key} is gone"
-    found = chain.store.find_all(parts)
-    lost = next((key for key in parts if key not in found), "an object")
-    return f"{lost} is gone, deleted by a lifecycle rule or a user"
+        return errors.BrokenChainError(
+            f"newcomers cannot reach version {head.version}, whose objects a lifecycle rule or a "
+            f"user deleted: {exc.args[0]}",
+            version=head.version,
+        )
+    return None
 
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Annotated, Final, cast
 
+import msgspec
 from msgspec.structs import replace
 
 from deltachain import errors
@@ -22,7 +23,7 @@ from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.format.documents import EdgeSummary, PrunedKind, PrunedRange, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.maintain.survey import Survey, by_version, with_objects
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import AtLeastOne, check_kinds
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool
@@ -101,29 +102,20 @@ ANCHORS_KEPT: Final = 2
 """Newest anchors that are kept in any case, so that newcomers have a second way."""
 
 
-@names_checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRule:
     """Rule of what pruning keeps. A version is kept if any part of the rule names it."""
 
     # Number of newest versions; every edge among them is kept, for followers. Versions that the
     # head's manifest lists are kept in any case.
-    last: int = KEEP_LAST
+    last: AtLeastOne = KEEP_LAST
     # Seconds before the head's commit, by the publisher's clock; as for `last`.
-    within_s: float | None = None
-    every: int | None = None  # keep each version that this number divides; `None` for none
+    within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    every: AtLeastOne | None = None  # keep each version that this number divides; `None` for none
     tags: bool = True  # whether to keep every tagged version
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        if self.last < 1:
-            raise errors.ConfigError(f"last={self.last}: at least the newest version must be kept")
-        if self.every is not None and self.every < 1:
-            raise errors.ConfigError(f"every={self.every}: expected a positive number of versions")
-        if self.within_s is not None and self.within_s < 0:
-            raise errors.ConfigError(
-                f"within_s={self.within_s}: expected a positive number of seconds"
-            )
 
     def kept(self, first: Version, tagged: Iterable[Version]) -> frozenset[Version]:
         multiples = range(0, first + 1, self.every) if self.every else range(0)

@@ -4,7 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
 
 from deltachain.chain.plan import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
@@ -12,7 +14,7 @@ from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import AtLeastOne, Positive, check_kinds
 from deltachain.store import Location, location_of
 from deltachain.types import WIRE_DTYPES
 
@@ -22,14 +24,13 @@ AS_IN_MODEL: Final = "model"
 """Value of ``PublishConfig.dtype`` for the dtypes of the model, whatever its checkpoint has."""
 
 
-@names_checked({"every_steps": "attach"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishConfig:
     """Settings of a :class:`Publisher`; the defaults suit most runs.
 
     Ranks of a trainer must have the same ``url``, ``encoding``, ``dtype``, ``quantization``,
-    ``anchor_format``, ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none;
-    else no rank attaches. The other settings are rank 0's, or each rank's own.
+    ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none; else no rank
+    attaches. The other settings are rank 0's, or each rank's own.
 
     Raises:
         ConfigError: A value is of another type than its field, or not allowed.
@@ -94,19 +95,13 @@ class PublishConfig:
     the host are compared in place. ``disk`` keeps the bits of all weights in a file in ``TMPDIR``,
     for hosts without the memory; each diff reads it."""
 
-    anchor_factor: float = ANCHOR_FACTOR
+    anchor_factor: Positive = ANCHOR_FACTOR
     """Size of a newcomer's plan, in anchors, above which another anchor is added. Anchors and
     manifests cost at most ``1 / (anchor_factor - 1)`` of the deltas: by default half of them, with
     an anchor every few hundred versions at 1 % density."""
 
-    anchor_every: int | None = None
+    anchor_every: AtLeastOne | None = None
     """Number of versions between two anchors, whatever they cost; replaces ``anchor_factor``."""
-
-    anchor_format: Literal["planes", "safetensors"] = "planes"
-    """Form of anchors: compressed byte planes; or ``safetensors``, half as large again, so that the
-    store is a checkpoint as well: ``from_pretrained`` loads its newest such anchor, and so does
-    ``safe_open`` part by part. Ranks must hold whole tensors. A maintainer adds byte planes, so
-    that ``maintain`` excludes it."""
 
     maintain: bool | KeepRule = False
     """Whether rank 0 maintains the chain in a thread, with a rule of what pruning keeps: as
@@ -114,7 +109,7 @@ class PublishConfig:
     default all but the newest 1024 versions and tagged ones). The publisher then adds an anchor
     itself only if newcomers have no way left."""
 
-    anchor_memory: float = 0.5
+    anchor_memory: Annotated[float, msgspec.Meta(ge=0)] = 0.5
     """Memory of a rank for old bits while an anchor is on its way, as a share of its weights' size.
     Later versions are published meanwhile; the old bits of each (10 bytes a change in bf16) are
     kept until the anchor has passed their tensor. The version that exceeds this share stays in
@@ -138,12 +133,12 @@ class PublishConfig:
     """Effect of a failed publish: an error at the next call, or a log entry, with the changes
     covered by the next version."""
 
-    deadline_s: float = 300.0
+    deadline_s: Positive = 300.0
     """Timeout of rank 0 for the other ranks, in seconds, in ``publish`` and for their parts of a
     version; then nothing is committed, and ``on_error`` applies. Other ranks wait three times as
     long for rank 0, which may itself wait for one of them and then for the store."""
 
-    part_nbytes: int = 512 << 20
+    part_nbytes: AtLeastOne = 512 << 20
     """Largest size of changes in one object before compression, in bytes."""
 
     signing_key: Path | None = None
@@ -170,8 +165,7 @@ class PublishConfig:
             settings: Single settings, by field name.
 
         Raises:
-            ConfigError: ``config`` is something else, there is no such setting, or its value is not
-                allowed.
+            ConfigError: ``config`` is something else, or a value is not allowed.
         """
         if config is None:
             return cls(url=url, **settings)
@@ -195,7 +189,6 @@ class PublishConfig:
                 object.__setattr__(self, name, Path(value).expanduser())
         object.__setattr__(self, "dtype", _wire_name(self.dtype))
         check_kinds(self)
-        _check_metadata(self.metadata)
         ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
         parse_address(self.metrics or "0")
@@ -204,12 +197,6 @@ class PublishConfig:
                 "base and quantization exclude each other: a base has the bits of version 0",
                 hint="give the folder as assets, and leave out base",
             )
-        if self.maintain and self.anchor_format != "planes":
-            raise ConfigError(
-                "anchor_format and maintain exclude each other: a maintainer adds byte planes",
-                hint="leave one out",
-            )
-        _check_numbers(self)
 
 
 def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is checked
@@ -225,26 +212,3 @@ def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is che
             hint="for example dtype='BF16', or dtype=torch.bfloat16",
         )
     return name
-
-
-def _check_metadata(metadata: Mapping[Any, Any]) -> None:
-    for name, value in metadata.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(
-                f"metadata has {name!r}: {value!r}, expected text by name",
-                hint="convert it: {name: str(value)}",
-            )
-
-
-def _check_numbers(config: PublishConfig) -> None:
-    positive = ("anchor_factor", "part_nbytes", "deadline_s")
-    for name, expected, fits in (
-        *((name, "a positive number", getattr(config, name) > 0) for name in positive),
-        ("anchor_memory", "0 or more", config.anchor_memory >= 0),
-        ("anchor_every", "1 or more", config.anchor_every is None or config.anchor_every >= 1),
-    ):
-        if not fits:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r}: expected {expected}",
-                hint=f"leave {name} out for its default",
-            )

@@ -28,7 +28,7 @@ from deltachain.publish.ranks.sharing import agree
 from deltachain.publish.session import Attempt, LateAnchor, PublishReceipt, Session, begin
 from deltachain.publish.side_threads import PublishTotals, background_work
 from deltachain.publish.wire_form import NO_CHANGES, Diff
-from deltachain.setting_types import fields_of, names_checked, whole
+from deltachain.setting_types import whole
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool
 from deltachain.types import Bits, Version
@@ -153,7 +153,6 @@ class AnchorThread:
         )
 
 
-@names_checked(fields_of(PublishConfig))
 class Publisher(Closeable):
     """Publisher of one model's weights as a chain.
 

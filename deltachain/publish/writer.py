@@ -231,7 +231,7 @@ class Writer:
         self.epoch = parent.manifest.epoch if parent else 0
         self.replay: Replay | None  # of a newcomer behind the newest anchor, if a way is there
         self.replay, anchor = _way_from_nothing(chain, parent)
-        chain.watch(anchor)
+        chain.commits.watch(anchor)
         self._known = KnownEdges().after(parent.manifest) if parent else KnownEdges()
         self._numel = numel
         self._metadata = dict(metadata)
@@ -339,7 +339,7 @@ class Writer:
             later = Replay() if before is None else self.committed - before
             if self.replay is None or later.versions < self.replay.versions:
                 self.replay = later
-        self.chain.watch(_first_part(edge))
+        self.chain.commits.watch(_first_part(edge))
         self.write_head()
         return summary
 
@@ -365,13 +365,13 @@ class Writer:
         with self._listing:
             self._added = [anchor for anchor in self._added if anchor not in self._offered]
             self.committed += own
-            if self.chain.anchor_is_gone:
+            if self.chain.commits.anchor_is_gone:
                 logger.warning("newcomers need an anchor that is gone: another one is due")
                 self.replay = None
-                self.chain.watch("")
+                self.chain.commits.watch("")
             if manifest.edge.base is None:
                 self.replay = Replay()
-                self.chain.watch(_first_part(manifest.edge))
+                self.chain.commits.watch(_first_part(manifest.edge))
             elif self.replay is not None:
                 self.replay += own
         if committed.version % HINT_EVERY == 0:
@@ -392,7 +392,7 @@ class Writer:
             if replay is None or (self.replay and self.replay.versions <= replay.versions):
                 return
             self.replay = replay
-        self.chain.watch(anchor)
+        self.chain.commits.watch(anchor)
 
 
 def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[Replay | None, str]:

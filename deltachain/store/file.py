@@ -11,12 +11,10 @@ import re
 import secrets
 import stat
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
@@ -188,7 +186,6 @@ def _fsync_folder(folder: int) -> None:
 
 _T = TypeVar("_T")
 
-_SWEPT: Final = 256  # folders written to last, not swept again: every version has its own
 _MAX_PRUNE_RACES: Final = 32  # attempts of a write whose folder others remove; each needs a delete
 _PIECE: Final = 1 << 25  # bytes of a large object that a thread reads at a time
 
@@ -216,8 +213,7 @@ class FileStore(base.SimpleStore):
     """Objects as files below ``root``, shared by all processes and machines with access to it.
 
     The first write creates the root. A killed writer leaves a file ``.tmp-*`` behind that no method
-    shows. Once it is a day old, the first write of another store into the same folder, or a delete
-    in it, removes it.
+    shows. Once it is a day old, a delete in the same folder removes it.
 
     On NFS, other machines see a new object, also in listings, with a delay of up to the attribute
     cache time of their mount (``actimeo``). ``put_if_absent`` is decided by the server, so it has
@@ -231,8 +227,6 @@ class FileStore(base.SimpleStore):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
         self._was_there = False
-        self._swept: OrderedDict[tuple[str, ...], None] = OrderedDict()
-        self._sweeping = Lock()
 
     @property
     def root(self) -> Path:
@@ -303,8 +297,6 @@ class FileStore(base.SimpleStore):
                         else:
                             os.replace(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder)
                     _fsync_folder(folder)
-                    if self._must_sweep(folders):
-                        _sweep(folder)
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
             except (NotADirectoryError, IsADirectoryError) as exc:
@@ -319,16 +311,6 @@ class FileStore(base.SimpleStore):
             else ("the folder cannot be created", _HINT_CREATE)
         )
         raise errors.StoreUnavailableError(f"{self.url}: {said}", key=key, url=self.url, hint=hint)
-
-    def _must_sweep(self, folders: tuple[str, ...]) -> bool:
-        """Return whether a folder was not written to before, or long ago."""
-        with self._sweeping:
-            is_new = folders not in self._swept
-            self._swept[folders] = None
-            self._swept.move_to_end(folders)
-            if len(self._swept) > _SWEPT:
-                self._swept.popitem(last=False)
-        return is_new
 
     def _link(self, key: str, leaf: str, temporary: str, folder: int) -> None:
         try:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from deltachain.chain.trust import Trust
-from deltachain.errors import ConfigError
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import Count, Positive, check_kinds
 from deltachain.store import Location, location_of
 
 
-@names_checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscribeConfig:
     """Settings of a :class:`Subscriber`; the defaults suit most replicas.
@@ -31,14 +29,14 @@ class SubscribeConfig:
     base: Path | None = None
     """Local folder of the chain's base checkpoint; a path that the store names is never opened."""
 
-    stage_budget: int = 4 << 30
+    stage_budget: Count = 4 << 30
     """Limit of staged and undo bits, in bytes. A larger update (an anchor of a large model) is
     decoded twice, once for verification and once while it is written, and cannot be undone."""
 
-    undo_applies: int = 2
+    undo_applies: Count = 2
     """Number of applies whose old bits are kept for a ``rollback`` without the store."""
 
-    poll_s: float | None = None
+    poll_s: Positive | None = None
     """Seconds between polls for a new version, with a jitter of 25 % to spread replicas that start
     together. ``None``: the default of the store."""
 
@@ -86,10 +84,3 @@ class SubscribeConfig:
         if isinstance(self.url, os.PathLike):
             object.__setattr__(self, "url", os.fspath(self.url))
         check_kinds(self)
-        polls = self.poll_s is None or self.poll_s > 0
-        if not polls or self.stage_budget < 0 or self.undo_applies < 0:
-            raise ConfigError(
-                f"poll_s={self.poll_s!r}, stage_budget={self.stage_budget!r}, undo_applies="
-                f"{self.undo_applies!r}: poll_s must be positive, the others not negative",
-                hint="poll_s is in seconds, stage_budget in bytes; leave one out for its default",
-            )

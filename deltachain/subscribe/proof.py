@@ -1,17 +1,10 @@
 """Proof that a plan leads to the state digest of its version, from the changed elements alone."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError, BrokenChainError
 from deltachain.types import StateDigest
-
-
-class Cause(NamedTuple):
-    text: str = ""
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +30,13 @@ def check_effect(
     *,
     base: StateDigest | None,
     state: StateDigest,
-    suspect: Callable[[], Cause] = Cause,
 ) -> bool:
     """Prove that an effect leads to ``state``; return whether the old bits are proven too."""
     changed = None if base is None else base + effect.change
     total = effect.written if fetched.from_nothing else changed
     if total != state:
-        cause = suspect()
         raise BaseMismatchError(
-            f"{fetched.plan} would lead to state {total}, expected {state}"
-            f"{cause.text}; nothing was written",
+            f"{fetched.plan} would lead to state {total}, expected {state}; nothing was written",
             version=fetched.plan.target,
-            hint=cause.hint,
         )
     return changed == state

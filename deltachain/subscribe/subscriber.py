@@ -23,7 +23,7 @@ from deltachain.chain.heartbeat import check_age
 from deltachain.checkpoint import HELD_FILE
 from deltachain.metrics import Figure, figures, info, phases
 from deltachain.redact import redacted_url
-from deltachain.setting_types import fields_of, names_checked, whole
+from deltachain.setting_types import whole
 from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe import history
@@ -278,7 +278,6 @@ class Times:
 logger = logging.getLogger(__name__)
 
 
-@names_checked(fields_of(SubscribeConfig))
 class Subscriber(Closeable):
     """Keeps a target at a version of a chain.
 
@@ -696,8 +695,7 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
-        with self.times.staging(), ahead as looking:
+        with self.times.staging(), looking_ahead(chain, committed.version) as looking:
             fetched, prepared = fetch_around(
                 chain, held, committed, stage, usable=self._usable, hold=not once, room=room
             )

@@ -82,14 +82,14 @@ def refused(scene: Scene, match: str) -> BaseMismatchError:
     ("scene", "stream"),
     [("step", "sign"), ("overwrite", "value.0"), ("max", "tile"), ("dense", "dense.0")],
 )
-def test_an_altered_tensor_is_named_even_if_every_object_fits(scene: str, stream: str) -> None:
+def test_an_altered_tensor_is_refused_even_if_every_object_fits(scene: str, stream: str) -> None:
     forged = Scene(scene)
     pieces = take_apart(forged.read("part"))
     altered = bytearray(pieces.streams[f"#0.{stream}"])
     altered[0] ^= 1
     pieces.streams[f"#0.{stream}"] = bytes(altered)
     forged.put("part", pieces.build())
-    refused(forged, match=r"first to differ: 'w'")
+    refused(forged, match="would lead to state")
 
 
 @pytest.mark.parametrize(("scene", "make"), [("step", step), ("max", as_max)])
@@ -101,16 +101,8 @@ def test_a_delta_that_leads_elsewhere_is_called_damaged(
     new = old.copy()
     new[3] += new.dtype.type(5)
     forged.put("part", encode_part([make(forged.spec, old, new)]).data)
-    error = refused(forged, match="each tensor changes as the delta says")
+    error = refused(forged, match="would lead to state")
     assert "deltachain verify" in error.hint
-
-
-def test_a_whole_tensor_is_not_named_where_the_target_differed() -> None:
-    follower, tensor = follow(Scene("dense"))
-    tensor.data.zero_()  # torch does not count it
-    with pytest.raises(BaseMismatchError) as caught:
-        follower.update()
-    assert "first to differ" not in str(caught.value)
 
 
 def test_a_folder_forgets_the_model_that_it_was_not(tmp_path: Path) -> None:

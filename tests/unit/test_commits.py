@@ -169,7 +169,7 @@ def test_one_stale_answer_fails_nothing(store: MemoryStore, version: int) -> Non
     made = extend(create(store), 3)
     chain = Chain.open(FaultyStore(store, Fault("hide", manifest_key(version))))
     assert chain.commit(manifest_after(made[-1])).version == 3
-    assert chain.take_restored() == ()
+    assert chain.commits.take_restored() == ()
 
 
 def test_the_newest_manifest_is_put_back(
@@ -181,8 +181,8 @@ def test_the_newest_manifest_is_put_back(
     store.delete(manifest_key(3))
     assert chain.commit(manifest_after(newest)).version == 4
     assert objects_of(store).items() >= before.items()
-    assert chain.take_restored() == (manifest_key(3),)
-    assert chain.take_restored() == ()
+    assert chain.commits.take_restored() == (manifest_key(3),)
+    assert chain.commits.take_restored() == ()
     assert "was restored" in caplog.text
 
 
@@ -210,7 +210,7 @@ def test_an_identity_that_is_lost_is_put_back(
         store.delete(key)
     made += extend(chain, commits.IDENTITY_EVERY, made[-1])
     assert {key: store.get(key) for key in identity} == identity
-    assert set(chain.take_restored()) == set(identity)
+    assert set(chain.commits.take_restored()) == set(identity)
     assert caplog.text.count("objects are deleted that must stay") == 2
     caplog.clear()
     made += extend(chain, 2 * commits.IDENTITY_EVERY, made[-1])

@@ -1,9 +1,8 @@
 """Settings with values of another type than their field."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 
 from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish import PublishConfig
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.subscribe import SubscribeConfig
 
 Maker = Callable[..., Any]
 
@@ -43,7 +42,7 @@ class Unknown:
 )
 def test_a_value_of_another_type_names_field_expected_and_found(make: Maker, name: str) -> None:
     url = {"url": URL} if make in (PublishConfig, SubscribeConfig) else {}
-    with pytest.raises(ConfigError, match=rf"{name}=.*: expected .*, found a Unknown") as caught:
+    with pytest.raises(ConfigError, match=rf"{name}=.*: Expected .*, got `Unknown`") as caught:
         make(**(url | {name: Unknown()}))
     assert caught.value.hint
 
@@ -51,17 +50,17 @@ def test_a_value_of_another_type_names_field_expected_and_found(make: Maker, nam
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"anchor_every": "5"}, "anchor_every='5': expected a whole number or None, found a str"),
-        ({"anchor_every": 2.5}, "a whole number or None, found a float"),
-        ({"anchor_every": True}, "a whole number or None, found a bool"),
-        ({"deadline_s": "300"}, "deadline_s='300': expected a number, found a str"),
-        ({"encoding": 5}, "encoding=5: expected text"),
-        ({"encoding": None}, "encoding=None: expected text"),
-        ({"metadata": [("run", "b")]}, "metadata=.*expected a mapping, found a list"),
-        ({"maintain": 5}, "maintain=5: expected True or False or a KeepRule"),
-        ({"metrics": 9095}, "metrics=9095: expected text or None"),
-        ({"when_busy": "later"}, "when_busy='later': expected one of 'cover' or 'wait'"),
-        ({"anchor_factor": float("nan")}, "anchor_factor=nan: expected a positive number"),
+        ({"anchor_every": "5"}, r"anchor_every='5': Expected `int \| null`, got `str`"),
+        ({"anchor_every": 2.5}, r"Expected `int \| null`, got `float`"),
+        ({"anchor_every": True}, r"Expected `int \| null`, got `bool`"),
+        ({"deadline_s": "300"}, "deadline_s='300': Expected `float`, got `str`"),
+        ({"encoding": 5}, "encoding=5: Expected `str`"),
+        ({"encoding": None}, "encoding=None: Expected `str`"),
+        ({"metadata": [("run", "b")]}, "metadata=.*Expected `object`, got `array`"),
+        ({"maintain": 5}, "maintain=5: Expected `bool"),
+        ({"metrics": 9095}, "metrics=9095: Expected `str"),
+        ({"when_busy": "later"}, "when_busy='later': Invalid enum value 'later'"),
+        ({"anchor_factor": float("nan")}, "anchor_factor=nan: Expected `float` > 0"),
     ],
 )
 def test_settings_of_a_publisher(settings: dict[str, Any], message: str) -> None:
@@ -71,7 +70,7 @@ def test_settings_of_a_publisher(settings: dict[str, Any], message: str) -> None
 
 
 def test_a_text_is_no_list_of_layers() -> None:
-    with pytest.raises(ConfigError, match="ignore='lm_head': expected a tuple of texts"):
+    with pytest.raises(ConfigError, match="ignore='lm_head': Expected `array`"):
         Quantization("fp8-block", ignore="lm_head")  # type: ignore[arg-type]
     assert Quantization("fp8-block", ignore=["a"]).ignore == ("a",)  # type: ignore[arg-type]
 
@@ -100,32 +99,3 @@ def test_settings_of_another_class_are_refused() -> None:
     with pytest.raises(ConfigError, match="config is a dict, expected a PublishConfig") as caught:
         PublishConfig.at("memory://unused", {"encoding": "raw"})  # type: ignore[arg-type]
     assert caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "hint"),
-    [
-        (PUBLISH, "anchor_evry", "did you mean 'anchor_every'?"),
-        (PUBLISH, "every_step", "did you mean 'every_steps' of attach?"),
-        (PUBLISH, "every_steps", "did you mean 'every_steps' of attach?"),
-        (partial(replace, PUBLISH()), "encodng", "did you mean 'encoding'?"),
-        (partial(SubscribeConfig, url=URL), "poll", "did you mean 'poll_s'?"),
-        (KeepRule, "withn_s", "did you mean 'within_s'?"),
-        (KeepRule, "q", "settings are fields of KeepRule: last, within_s, every, tags"),
-        (partial(Quantization, "fp8-block"), "ignored", "did you mean 'ignore'?"),
-        (partial(Subscriber, URL, {}), "poll", "did you mean 'poll_s' of SubscribeConfig?"),
-        (partial(Subscriber, URL, {}), "base", "did you mean 'base' of SubscribeConfig?"),
-        (partial(Publisher, URL), "encoding", "did you mean 'encoding' of PublishConfig?"),
-    ],
-)
-def test_an_unknown_setting_is_refused_with_the_nearest(make: Maker, name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"there is no setting '{name}'") as refused:
-        make(**{name: 3})
-    assert refused.value.hint == hint
-
-
-@pytest.mark.parametrize("kind", [PublishConfig, SubscribeConfig, KeepRule, Quantization])
-def test_signatures_name_the_fields_of_settings(kind: type) -> None:
-    assert list(signature(kind).parameters) == [field.name for field in fields(kind)]
-    for taker in (Publisher, Subscriber):
-        assert {"config", "store"} <= signature(taker).parameters.keys()

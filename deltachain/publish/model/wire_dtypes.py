@@ -19,8 +19,8 @@ from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
 
-# Transformers leaves no trace of ``subfolder`` and ``variant``: among several sets of weights, the
-# model's is known by its values, else by names, shapes and dtypes.
+# Transformers leaves no trace of ``subfolder`` and ``variant``: of several sets of weights, the
+# folder's own is known by its values.
 
 
 _PLAIN: Final = frozenset({"F16", "BF16", "F32", "F64"})
@@ -69,19 +69,9 @@ class _Set:
     @property
     def is_refused(self) -> bool:
         """Whether a weight is as wide as in the model, or wider, in another dtype."""
-        dtypes = ((one.dtype, mine.dtype) for one, mine in self.shared)
-        return any(
-            theirs != mine
-            and {theirs, mine} <= _PLAIN
-            and TORCH_DTYPES[theirs].itemsize >= TORCH_DTYPES[mine].itemsize
-            for theirs, mine in dtypes
-        )
-
-    @property
-    def differences(self) -> int:
-        """Number of names in one of both, or with another shape."""
-        reshaped = sum(one.shape != mine.shape for one, mine in self.shared)
-        return len(self.specs.keys() ^ self.own.keys()) + reshaped
+        both = ((TORCH_DTYPES[one.dtype], TORCH_DTYPES[mine.dtype]) for one, mine in self.shared)
+        floats = (two for two in both if all(one.is_floating_point for one in two))
+        return any(one != mine and one.itemsize >= mine.itemsize for one, mine in floats)
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -169,42 +159,28 @@ def origin_dtypes(
 ) -> Mapping[str, str]:
     """Return the wire dtypes of the weights that a model was loaded from; none if unknown.
 
-    Subfolders and variants are read if the folder's own weights are not the model's.
+    Sets of weights in subfolders, and variants, count if the folder's own are not the model's.
     """
     if folder is None or not folder.is_dir():
         return {}
     whole, fault = _whole(folder, own)
-    if whole is not None and not whole.is_refused and whole.holds(tensors):
-        return whole.unquantised(warn)
-    others = [one for one in _others(folder, own) if one.is_alike]
-    held = next((one for one in others if not one.is_refused and one.holds(tensors)), None)
-    if held is not None:
-        logger.info("the model has the weights of %s: wire dtypes are theirs", held.label)
-        return held.unquantised(warn)
     if whole is None:
         warn(fault)
         return {}
-    if not others:
-        return whole.unquantised(warn) if whole.is_alike else {}
-    return _agreed([whole, *others], warn)
-
-
-def _agreed(sets: Sequence[_Set], warn: Warn) -> Mapping[str, str]:
-    """Return the dtypes of the sets that fit a model best; the first one's if none fits."""
-    able = [one for one in sets if one.is_alike and not one.is_refused]
-    least = min((one.differences for one in able), default=0)
-    fitting = [one for one in able if one.differences == least] or sets[:1]
-    first, found = fitting[0], [one.dtypes for one in fitting]
-    if all(one == found[0] for one in found):
-        return first.unquantised(warn)
-    if found[0] != {name: spec.dtype for name, spec in first.own.items()}:
-        said = " and ".join(sorted({dtype for one in found for dtype in one.values()}))
-        warn(
-            f"there are several sets of weights that may be the model's, in {said} "
-            f"({', '.join(one.label for one in fitting)}): its weights are published in the dtypes "
-            "of the model; give dtype=, such as dtype='BF16', to publish them in another one"
-        )
-    return {}
+    if not whole.is_alike:
+        return {}
+    if whole.is_refused or not whole.holds(tensors):
+        sets = [whole, *(one for one in _others(folder, own) if one.is_alike)]
+        if any(one.dtypes != whole.dtypes for one in sets):
+            said = " and ".join(sorted({dtype for one in sets for dtype in one.dtypes.values()}))
+            warn(
+                f"there are several sets of weights that may be the model's, in {said} "
+                f"({', '.join(one.label for one in sets)}): its weights are published in the "
+                "dtypes of the model; give dtype=, such as dtype='BF16', to publish them in "
+                "another one"
+            )
+            return {}
+    return whole.unquantised(warn)
 
 
 def _whole(folder: Path, own: Mapping[str, TensorSpec]) -> tuple[_Set | None, str]:

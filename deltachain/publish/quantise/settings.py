@@ -13,7 +13,7 @@ from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.quantise import compressed
 from deltachain.publish.quantise.finegrained import FP8_BLOCK, FP8_BLOCK_UE8M0
 from deltachain.publish.quantise.recipe import Recipe
-from deltachain.setting_types import check_kinds, names_checked
+from deltachain.setting_types import check_kinds
 
 GROUP: Final = "deltachain.recipes"
 """Entry point group of recipes; each object is a :class:`Recipe`."""
@@ -51,7 +51,6 @@ RECIPES: Final = RecipeRegistry(
 PATTERN: Final = "re:"  # prefix of a regular expression, as in compressed-tensors
 
 
-@names_checked()
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Quantisation of the weights that a chain publishes.

@@ -3,17 +3,14 @@
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
 from deltachain.chain.fetch import Fetched
-from deltachain.codec.rows import changes_of
 from deltachain.delta import Piece, pieces
-from deltachain.subscribe.proof import Cause, Effect, check_effect, check_whole
+from deltachain.subscribe.proof import Effect, check_effect, check_whole
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.threads import Pool, cores
@@ -22,10 +19,6 @@ from deltachain.types import StateDigest, TensorSpec
 _T = TypeVar("_T")
 
 SMALL: Final = 1 << 18  # elements below which the calling thread stages a tensor itself
-
-_DAMAGED: Final = (
-    "an object of the version is damaged: deltachain verify tells which; put it back from a backup"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +83,7 @@ class PatchedTarget(Target, ABC):
         """Stage a plan; ``keep`` returns what is to be kept of a patch, called in threads."""
         patches: list[Patch] = []
         deferred: list[Piece] = []
-        effect, changes = Effect(), _Changes()
+        effect = Effect()
         nbytes = 0
 
         def one(piece: Piece) -> tuple[Piece, list[Patch]]:
@@ -104,13 +97,9 @@ class PatchedTarget(Target, ABC):
                     patches += found
                 else:
                     deferred.append(piece)
-                for patch in found:
-                    effect += patch.effect
-                    changes.add(patch)
+                effect = sum((patch.effect for patch in found), effect)
         check_whole(fetched)
-        base_too = check_effect(
-            fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, changes)
-        )
+        base_too = check_effect(fetched, effect, base=base, state=state)
         return Patches(
             patches=tuple(patches),
             deferred=tuple(deferred),
@@ -147,35 +136,3 @@ class PatchedTarget(Target, ABC):
         with Pool(cores(), "deltachain-stage") as pool:
             for found in self.ordered(pool, again, prepared.deferred):
                 yield from found
-
-
-class _Changes:
-    """Changes of the state digest by tensor: by all that sparse patches write, or the new bits."""
-
-    def __init__(self) -> None:
-        self.of = defaultdict[str, StateDigest](StateDigest)
-        self.dense = set[str]()
-
-    def add(self, patch: Patch) -> None:
-        self.of[patch.spec.name] += patch.written if patch.indices is None else patch.change
-        if patch.indices is None:
-            self.dense.add(patch.spec.name)
-
-
-def _suspect(fetched: Fetched, found: _Changes) -> Cause:
-    """Name tensors whose change differs from that of their rows, if that can be determined."""
-    rows = Counter(row.name for part in fetched.parts for row in part.directory.tensors)
-    changes = {
-        name: change
-        for name, change in found.of.items()
-        if name not in found.dense or rows[name] == 1  # then its digest is of new bits
-    }
-    for names, expected in changes_of([part.directory.tensors for part in fetched.parts]):
-        if names <= changes.keys():
-            actual = sum((changes[name] for name in names), StateDigest())
-            if actual != expected:
-                named = ", ".join(repr(name) for name in fetched.specs if name in names)
-                return Cause(f" (first to differ: {named})")
-    if not found.dense and not fetched.from_nothing and rows.keys() <= changes.keys():
-        return Cause(", though each tensor changes as the delta says", _DAMAGED)
-    return Cause()

@@ -19,7 +19,6 @@ from deltachain.codec.encodings.max import decoder, encoder, encoding, tiles
 from deltachain.codec.rows import (
     SHARED_NUMEL,
     RowDigests,
-    changes_of,
     check_digests,
     groups,
     share,
@@ -114,16 +113,6 @@ def test_changes_are_compared_where_the_digest_of_all_is_known() -> None:
     assert other.actual - other.expected == digest(7) - digest(4)
     assert found.named("h.1.a") == "'h.1.a' to 'h.1.b'"
     assert RowDigests([row("w", 1)]).named("w") == "'w'"
-
-
-def test_changes_of_several_parts_join_what_one_of_them_joins() -> None:
-    first = [row("a", 1), row("b", 2), row("c", 0), row("d", 3), row("e", 4)]
-    second = [row("b", 0), row("c", 5)]
-    assert list(changes_of([first, second])) == [
-        (frozenset("a"), digest(1)),
-        (frozenset("bcd"), digest(2) + digest(3) + digest(5)),
-        (frozenset("e"), digest(4)),
-    ]
 
 
 def weights() -> tuple[dict[str, Bits], dict[str, Bits]]:

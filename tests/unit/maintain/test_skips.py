@@ -208,7 +208,7 @@ def cost_of_versions(store: MemoryStore, count: int) -> tuple[int, int]:
     writer = Writer(chain, numel=19, metadata={}, parent=head)
     counting = Counting(store)
     chain.store = counting
-    chain._commits._store = counting
+    chain.commits._store = counting
     nbytes = 0
     for version in range(head.version + 1, head.version + 1 + count):
         edge = edge_of("delta", version, version - 1)

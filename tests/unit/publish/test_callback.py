@@ -95,16 +95,6 @@ def test_steps_below_one_are_refused(url: str) -> None:
         DeltaChainCallback(url, every_steps=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("evry_steps", "'every_steps'"), ("encodings", "'encoding'"), ("q", "fields")],
-)
-def test_unknown_settings_are_refused_with_the_nearest(url: str, name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"no setting '{name}'") as caught:
-        DeltaChainCallback(url, config=None, **{name: 3})
-    assert hint in caught.value.hint
-
-
 @pytest.mark.full
 def test_the_best_model_loaded_at_the_end_is_the_last_version(make: Make, url: str) -> None:
     model, truth = llama(), Truth()

@@ -74,7 +74,8 @@ def leave(path: Path, at: float = 0.0) -> None:
 def littered(tmp_path: Path) -> Path:
     """A folder with an object, leftovers of two ages, and old files of somebody else."""
     littered = tmp_path / "chain"
-    FileStore(littered).put("a/object", b"data")
+    for key in ("a/object", "a/other"):
+        FileStore(littered).put(key, b"data")
     now = (littered / "a").stat().st_mtime
     for name in (OLD, YOUNG, *FOREIGN):
         leave(littered / "a" / name, now - DAY + (60 if name == YOUNG else -60))
@@ -85,46 +86,30 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("method", ["put", "put_if_absent"])
-def test_old_leftovers_are_swept_by_the_first_write(littered: Path, method: str) -> None:
-    getattr(FileStore(littered), method)("a/next", b"data")
-    assert names(littered / "a") == {"object", "next", YOUNG, *FOREIGN}
-
-
-def test_leftovers_are_swept_in_that_folder_alone_and_once(
-    littered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store that lives for months forgets the folders of old versions, and sweeps them again."""
-    monkeypatch.setattr("deltachain.store.file._SWEPT", 8)
-    store = FileStore(littered)
-    store.put("b/next", b"data")
+def test_old_leftovers_are_swept_by_a_delete_in_their_folder(littered: Path) -> None:
+    FileStore(littered).put("b/object", b"data")
+    FileStore(littered).delete("b/object")
     assert OLD in names(littered / "a")
-    store.put("a/next", b"data")
-    assert OLD not in names(littered / "a")
-    for folder in ("a", "b"):
-        leave(littered / folder / OLD)
-    for number in range(10):
-        store.put(f"{number}/next", b"data")
-        store.put("a/next", b"data")
-    store.put("b/next", b"data")
-    assert OLD in names(littered / "a")
-    assert OLD not in names(littered / "b")
+    FileStore(littered).delete("a/other")
+    assert names(littered / "a") == {"object", YOUNG, *FOREIGN}
 
 
 def test_age_is_told_by_the_clock_of_the_file_system(littered: Path) -> None:
     with clock_jump(30 * DAY):
-        FileStore(littered).put("a/next", b"data")
+        FileStore(littered).delete("a/other")
     assert YOUNG in names(littered / "a")
     leave(littered / "a" / OLD)
+    FileStore(littered).put("a/other", b"data")
     with clock_jump(-1000 * DAY):
-        FileStore(littered).put("a/next", b"data")
+        FileStore(littered).delete("a/other")
     assert OLD not in names(littered / "a")
 
 
 def test_folder_of_deleted_objects_does_not_stay_for_a_leftover(littered: Path) -> None:
     for name in (YOUNG, *FOREIGN):
         (littered / "a" / name).unlink()
-    FileStore(littered).delete("a/object")
+    for key in ("a/object", "a/other"):
+        FileStore(littered).delete(key)
     assert not (littered / "a").exists()
 
 
@@ -132,16 +117,15 @@ def test_what_is_no_file_is_not_swept(littered: Path, tmp_path: Path) -> None:
     (littered / "a" / OLD).unlink()
     (littered / "a" / OLD).symlink_to(tmp_path)
     os.utime(littered / "a" / OLD, (0, 0), follow_symlinks=False)
-    FileStore(littered).put("a/next", b"data")
+    FileStore(littered).delete("a/other")
     assert OLD in names(littered / "a")
 
 
-def test_sweep_that_fails_fails_no_write(littered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_that_fails_fails_no_delete(littered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing(errno.EACCES))
-        FileStore(littered).put("a/next", b"data")
-    assert OLD in names(littered / "a")
-    assert FileStore(littered).get("a/next") == b"data"
+        patch.setattr(os, "scandir", failing(errno.EACCES))
+        FileStore(littered).delete("a/other")
+    assert {OLD, "object"} < names(littered / "a")
 
 
 @pytest.mark.parametrize(
