@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Final, TypeVar
 
 from deltachain import errors
@@ -16,10 +17,10 @@ from deltachain.codec import ENCODINGS
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import manifest_key, version_of
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.threads import Pool
+from deltachain.threads import Pool, started
 from deltachain.types import Version
 
-FRESH_S: Final = 1.0  # age of a wide look that is not repeated while a version is staged
+LEAST_LOOK_S: Final = 1.0  # shortest time between two looks for later versions while one is staged
 
 logger = logging.getLogger(__name__)
 
@@ -125,18 +126,35 @@ def _unusable(plan: Plan, exc: errors.DeltaChainError) -> list[EdgeSummary]:
 
 
 @contextmanager
-def looking_ahead(chain: Chain, version: Version) -> Iterator[Future[Version]]:
-    """Look for later versions while one is staged; yield the newest version.
+def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator[Future[Version]]:
+    """Look for later versions while one is staged; yield the newest version at the first look.
 
-    The look saves a round trip later, and makes no request right after a wide look.
+    The first look saves a round trip later, and makes no request right after a wide look. A stage
+    may take long, or hang: the others, at least ``LEAST_LOOK_S`` apart, show operators that the
+    target falls behind meanwhile.
     """
-    with Pool(1, "deltachain-look-ahead") as pool:
-        yield pool.submit(newest_after, chain, version)
+    done = Event()
+
+    def look_again() -> None:
+        while not done.wait(max(every_s, LEAST_LOOK_S)):
+            with suppress(errors.DeltaChainError):  # the next look of the follow loop reports it
+                newest_after(chain, max(version, chain.latest or 0))
+
+    again = Thread(target=look_again, name="deltachain-look-ahead", daemon=True)
+    with Pool(1) as pool:
+        looking = pool.submit(newest_after, chain, version)
+        is_started = started(again)  # without it, the first look alone
+        try:
+            yield looking
+        finally:
+            done.set()
+            if is_started:
+                again.join()
 
 
 def newest_after(chain: Chain, version: Version) -> Version:
     try:
-        seen = chain.just_seen(version, FRESH_S)
+        seen = chain.just_seen(version, LEAST_LOOK_S)
         return chain.newest(version) if seen is None else seen
     except errors.BrokenChainError:  # a gap ahead is reported once it is reached
         return version

@@ -695,7 +695,8 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        with self.times.staging(), looking_ahead(chain, committed.version) as looking:
+        ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
+        with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
                 chain, held, committed, stage, usable=self._usable, hold=not once, room=room
             )

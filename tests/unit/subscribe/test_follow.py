@@ -1,4 +1,5 @@
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -12,6 +13,7 @@ from deltachain.errors import (
     DeltaChainError,
     NoVersionError,
     PartialApplyError,
+    StoreError,
     TensorMismatchError,
 )
 from deltachain.format import keys
@@ -19,6 +21,7 @@ from deltachain.subscribe import ApplyReceipt, Subscriber, fetch_around, follow_
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON
 from tests.support.faults import Fault
 from tests.support.models import plain_model
+from tests.support.values import eventually
 from tests.unit.manifest_chains import WideStore
 from tests.unit.subscribe.accidents import Run, nothing, versions
 from tests.unit.subscribe.clock import Clock
@@ -117,6 +120,38 @@ def test_a_word_from_outside_ends_the_wait(run: Run) -> None:
     assert run.matches(run.zeros)
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_head_goes_on_while_a_target_hangs(
+    run: Run, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, failing: bool
+) -> None:
+    monkeypatch.setattr(fetch_around, "LEAST_LOOK_S", 0.01)
+    run.publish()
+    chain, stage = subscriber.chain, subscriber.target.stage
+    newest = chain.newest
+    looks: list[int] = []
+
+    def look(known: int) -> int:
+        looks.append(known)
+        if failing and len(looks) in (2, 3):
+            raise StoreError("the store is away")
+        return newest(known)
+
+    def hang(*given: object, **settings: object) -> object:
+        run.publish(1)
+        eventually(lambda: chain.latest == 1)  # though the target hangs
+        return stage(*given, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chain, "newest", look)
+    monkeypatch.setattr(subscriber.target, "stage", hang)
+    receipt = subscriber.update(0)
+    assert receipt is not None
+    assert receipt.version == 0
+    assert len(looks) > (3 if failing else 1)
+    count = len(looks)
+    time.sleep(0.1)
+    assert len(looks) == count  # none once the version is staged
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_one_wide_look_serves_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
@@ -126,7 +161,7 @@ def test_one_wide_look_serves_a_version(
     run.publish()
     with run.join(run.zeros, 0, poll_s=60.0) as subscriber:
         run.publish(1)
-        monkeypatch.setattr(fetch_around, "FRESH_S", 0.0 if late else 60.0)
+        monkeypatch.setattr(fetch_around, "LEAST_LOOK_S", 0.0 if late else 60.0)
         store.looks.clear()
         receipt = next(subscriber.follow(stop=Event()))
         asked = [look for look in store.looks if keys.manifest_key(2) in look]
