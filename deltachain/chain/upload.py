@@ -1,7 +1,7 @@
 """Encoding and upload of the parts of an edge."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from threading import BoundedSemaphore, Lock
 from typing import Final, Self
 
 from deltachain.codec import Change, EncodedPart, encode_part
+from deltachain.codec.encode import NO_METADATA
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, digest_of_pieces, payload_key
 from deltachain.store import Store
@@ -88,9 +89,10 @@ class EdgeUpload:
         raw: bool,
         part_nbytes: int,
         visible: bool = True,
+        metadata: Mapping[str, str] = NO_METADATA,
     ) -> None:
         self._write, self._keys = store.put if visible else store.upload, keys
-        self._raw, self._part_nbytes = raw, part_nbytes
+        self._raw, self._part_nbytes, self._metadata = raw, part_nbytes, metadata
         self._group: dict[str, Change] = {}
         self._nbytes = 0
         self._parts: list[Future[Future[ObjectRef]]] = []
@@ -178,7 +180,7 @@ class EdgeUpload:
         if self._failure is not None:
             raise self._failure
         raw = self._raw and not any(change.windows for change in group)
-        part = encode_part(group, raw=raw)
+        part = encode_part(group, raw=raw, metadata=self._metadata)
         self._encodings.update(part.encodings)
         return part
 

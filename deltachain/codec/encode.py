@@ -1,6 +1,6 @@
 """Encoding of deltas as the bytes of one part (FORMAT.md 3 and 4)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
@@ -44,6 +44,7 @@ SMALL: Final = 1 << 22
 
 DIGEST_NBYTES: Final = DIGEST_HEX // 2  # size of the digest entry, in bytes
 FORMAT: Final = "1"
+NO_METADATA: Final[Mapping[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +96,22 @@ class _Encoded:
     streams: list[StreamContent]
 
 
-def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
+def encode_part(
+    changes: Iterable[Change], *, raw: bool = False, metadata: Mapping[str, str] = NO_METADATA
+) -> EncodedPart:
     """Encode tensor deltas as one part.
 
     By default, steps are encoded as ``step``, absolute bits as ``overwrite`` and dense deltas as
     ``dense``; with ``raw`` nothing is compressed, and they are encoded as ``raw`` and ``plain``,
     which any safetensors reader can open. Changes are in the order of the tensor table.
+    ``metadata`` extends the metadata of the part.
     """
     groups, numbers = _buckets(list(changes), raw=raw)
     with Pool(cores()) as pool:
         encode = partial(_encode_bucket, raw=raw)
         apply = pool.map if len(groups) > 1 and not raw else map
         encoded = list(apply(encode, range(len(groups)), groups))
-        return _assemble(encoded, numbers, pool, compress=not raw)
+        return _assemble(encoded, numbers, pool, metadata, compress=not raw)
 
 
 def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]], list[int]]:
@@ -232,6 +236,7 @@ def _assemble(
     encoded: Sequence[_Encoded],
     numbers: Sequence[int],
     pool: Pool,
+    metadata: Mapping[str, str],
     *,
     compress: bool,
 ) -> EncodedPart:
@@ -251,7 +256,7 @@ def _assemble(
 
     def front(stream_rows: Sequence[d.StreamRow], *, largest: bool = False) -> bytes:
         document = d.Directory(tensors=tuple(rows), segments=segments, streams=tuple(stream_rows))
-        return _front(document, streams, compress=compress, largest=largest)
+        return _front(document, streams, metadata, compress=compress, largest=largest)
 
     room = len(front([_largest_row(stream) for stream in streams], largest=True)) + DIGEST_NBYTES
     frames = _frames(streams, pool, compress=compress)
@@ -306,6 +311,7 @@ def _row_of(stream: StreamContent, stored: Sequence[int], digests: Sequence[str]
 def _front(
     directory: d.Directory,
     streams: Sequence[StreamContent],
+    metadata: Mapping[str, str],
     *,
     compress: bool,
     largest: bool,
@@ -318,6 +324,7 @@ def _front(
         _check_size(document, directory)
         stored = _stored(document, directory, compress=compress)
     fields = {
+        **metadata,
         "deltachain": FORMAT,
         "compression": "zstd" if compress else "none",
         "directory_nbytes": str(len(document) if compress else len(stored)),

@@ -29,8 +29,8 @@ class PublishConfig:
     """Settings of a :class:`Publisher`; the defaults suit most runs.
 
     Ranks of a trainer must have the same ``url``, ``encoding``, ``dtype``, ``quantization``,
-    ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none; else no rank
-    attaches. The other settings are rank 0's, or each rank's own.
+    ``anchor_format``, ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none;
+    else no rank attaches. The other settings are rank 0's, or each rank's own.
 
     Raises:
         ConfigError: A value is of another type than its field, or not allowed.
@@ -102,6 +102,12 @@ class PublishConfig:
 
     anchor_every: AtLeastOne | None = None
     """Number of versions between two anchors, whatever they cost; replaces ``anchor_factor``."""
+
+    anchor_format: Literal["planes", "safetensors"] = "planes"
+    """Form of anchors: compressed byte planes; or ``safetensors``, half as large again, so that the
+    store is a checkpoint as well: ``from_pretrained`` loads its newest such anchor, and so does
+    ``safe_open`` part by part. Ranks must hold whole tensors. A maintainer adds byte planes, so
+    that ``maintain`` excludes it."""
 
     maintain: bool | KeepRule = False
     """Whether rank 0 maintains the chain in a thread, with a rule of what pruning keeps: as
@@ -196,6 +202,11 @@ class PublishConfig:
             raise ConfigError(
                 "base and quantization exclude each other: a base has the bits of version 0",
                 hint="give the folder as assets, and leave out base",
+            )
+        if self.maintain and self.anchor_format != "planes":
+            raise ConfigError(
+                "anchor_format and maintain exclude each other: a maintainer adds byte planes",
+                hint="leave one out",
             )
 
 

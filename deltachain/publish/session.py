@@ -33,6 +33,7 @@ from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
 from deltachain.publish.model.layout import AdjacentRuns, Selection
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
+from deltachain.publish.open_anchors import METADATA, name_checkpoint, refuse_parts
 from deltachain.publish.quantise.layers import Files, Layers
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.quantise.tensors import quantised
@@ -270,7 +271,8 @@ class Session:
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
         self._late: list[LateAnchor] = []
         self.encoding = ENCODINGS.get(config.encoding)
-        share = 1.0 if self.encoding.own_arrays else DENSE_SHARE
+        self.raw_anchors = self.encoding.own_arrays or config.anchor_format == "safetensors"
+        share = 1.0 if self.raw_anchors else DENSE_SHARE
         self.anchor_nbytes = int(share * sum(spec.nbytes for spec in source.specs))  # about
         self.head = writer.parent.version if writer.parent else -1
 
@@ -340,9 +342,14 @@ class Session:
             raise attempt.failure
         diff, store, raw = attempt.diff, self.writer.chain.store, self.encoding.own_arrays
         requests, part_nbytes = store.requests, self.config.part_nbytes
+        metadata: Mapping[str, str] = {}
         if diff is None:
+            raw = self.raw_anchors
+            metadata = METADATA if self.config.anchor_format == "safetensors" else {}
             part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
-        with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes, visible=False) as upload:
+        with EdgeUpload(
+            store, keys, raw=raw, part_nbytes=part_nbytes, visible=False, metadata=metadata
+        ) as upload:
             if diff is not None:
                 with self._changing:
                     diff.complete()
@@ -364,7 +371,7 @@ class Session:
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
-        edge = _revealed(store, shares)
+        edge = self._revealed(shares)
         if attempt.base is not None:
             edge = _base_edge(attempt.base, self.source.specs, state)
         nnz = sum(share.nnz for share in shares)
@@ -437,8 +444,14 @@ class Session:
             raise errors.ChainError(
                 f"the anchor has state {state}, version {committed.version} {committed.state}"
             )
-        edge = _revealed(self.writer.chain.store, shares)
+        edge = self._revealed(shares)
         return self.writer.add_anchor(committed, edge, before=late.before)
+
+    def _revealed(self, shares: Sequence[EdgeShare]) -> Edge:
+        edge = _revealed(self.writer.chain.store, shares)
+        if edge.kind == "anchor" and self.config.anchor_format == "safetensors":
+            name_checkpoint(self.writer.chain, edge)
+        return edge
 
     def _keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         epoch = self.writer.epoch
@@ -479,7 +492,7 @@ class Session:
 
     def _window_numel(self, weight: Weight) -> int:
         slots, part_nbytes = weight.element_map.slots, self.config.part_nbytes
-        if weight.file is not None and not self.encoding.own_arrays:
+        if weight.file is not None and not self.raw_anchors:
             return max(1, part_nbytes // weight.spec.itemsize)
         if all(weight.element_map.all_of(slot.spec) is not None for slot in slots):
             return max(slot.numel for slot in slots)  # windows without indices
@@ -535,6 +548,8 @@ def begin(
         refuse_specs(source.specs)  # those of all ranks: every rank refuses
         source.agree("begin")
         with Collective(ranks, "begin") as collective:
+            if config.anchor_format == "safetensors":
+                refuse_parts(source)
             snapshot = Snapshot(source, where=config.snapshot)
             states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
             state = sum(states, StateDigest())

@@ -19,7 +19,7 @@ from deltachain.types import TensorSpec
 from deltachain.version import __version__
 
 _SCOPES: Final = {
-    "all ranks": "url encoding dtype quantization base when_busy on_error deadline_s",
+    "all ranks": "url encoding dtype quantization base anchor_format when_busy on_error deadline_s",
     "rank 0": "assets trust_remote_code anchor_factor anchor_every maintain continue_reverted "
     "take_over signing_key metrics metadata",
     "each rank": "storage_options snapshot anchor_memory part_nbytes",
