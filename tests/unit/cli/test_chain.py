@@ -442,6 +442,7 @@ def test_inspect_counts_what_changed(pushed: Pushed) -> None:
     assert stored + document["directory_nbytes"] == document["nbytes"]
     shown = ok("inspect", pushed.url, "--version", 2).stdout
     assert "embed.weight" in shown
+    assert "█" in shown
 
 
 def test_inspect_proves_an_object_on_its_own(pushed: Pushed) -> None:

@@ -313,7 +313,7 @@ def test_cells_are_folded_where_a_table_is_too_wide() -> None:
         "name                  bytes   share",
         "weights of a layer  1.25 kB  12.5 %",
     ]
-    shown = " ".join(" ".join(rows(24)).split())
+    shown = " ".join(" ".join(rows(22)).split())
     assert "…" not in shown
     assert all(word in shown for word in ("weights", "layer", "1.25", "12.5"))
 
@@ -350,6 +350,7 @@ def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, enc
     folder = tmp_path / "é 名"
     tick = "✓" if encoding == "utf-8" else "?"
     assert run("pull", pushed.url, "--out", folder).decode(encoding).startswith(f"{tick}  version")
+    assert ("█" if encoding == "utf-8" else "?") in run("stats", pushed.url).decode(encoding)
     told = json.loads(run("pull", pushed.url, "--out", folder, "--json"))
     assert told["out"] == str(folder)
 
