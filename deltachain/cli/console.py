@@ -13,13 +13,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from rich.console import Console, JustifyMethod
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from deltachain.errors import DeltaChainError
 
+_BETWEEN: Final = 2  # spaces between two columns of a table
+_FOLDED: Final = 12  # least width of a column that is folded, if its cells are longer
 _PIPE_WIDTH: Final = 140  # of output that is not a terminal: no line is truncated in a file
+
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
 def print_in_any_encoding() -> None:
@@ -93,18 +98,37 @@ def clean(text: str) -> str:
 Cells: TypeAlias = Sequence[str | Text]
 
 
-def table(titles: Sequence[str], rows: Iterable[Cells]) -> Table:
-    """Create a table without borders, of which nothing is cut: cells are folded into several lines.
+def table(titles: Sequence[str], rows: Iterable[Cells], *give_way: str, width: int = 0) -> Table:
+    """Create a table without borders that fits into a width, of which nothing is cut.
 
-    Titles of numbers begin with ``>``.
+    Bars, the columns without a title, are left out first, then those of ``give_way``, in turn. If
+    that is not enough, cells are folded into several lines.
     """
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in titles:
-        justify: JustifyMethod = "right" if title.startswith(">") else "left"
-        grid.add_column(title.lstrip(">"), justify=justify, overflow="fold")
-    for cells in rows:
+    width, lines = width or out().width, list(rows)
+    columns = [(title, [line[at] for line in lines]) for at, title in enumerate(titles)]
+    for title in ("", *give_way):
+        if sum(map(_width, columns)) - _BETWEEN > width:
+            columns = [column for column in columns if column[0].lstrip(">~") != title]
+    fits = sum(map(_width, columns)) - _BETWEEN <= width
+    grid = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0), header_style="dim")
+    for title, _ in columns:
+        is_folded = title.startswith("~") or not fits
+        grid.add_column(
+            title.lstrip(">~"),
+            justify="right" if title.startswith(">") else "left",
+            no_wrap=not is_folded,
+            overflow="fold" if is_folded else "ellipsis",
+        )
+    for cells in zip(*(cells for _, cells in columns), strict=True):
         grid.add_row(*cells)
     return grid
+
+
+def _width(column: tuple[str, Cells]) -> int:
+    """Return the width of a column and the space behind it; at most ``_FOLDED`` if it folds."""
+    title, cells = column
+    width = max(cell_len(str(cell)) for cell in (title.lstrip(">~"), *cells))
+    return _BETWEEN + (min(width, _FOLDED) if title.startswith("~") else width)
 
 
 def facts(**rows: str) -> Table:
@@ -118,6 +142,14 @@ def facts(**rows: str) -> Table:
 
 def heading(text: str) -> Text:
     return Text(f"\n{text}", "bold")
+
+
+def bar(share: float, width: int = 24) -> Text:
+    """Draw a horizontal bar of ``share`` in [0, 1] of ``width`` columns; visible if above 0."""
+    eighths = min(round(share * width * 8), width * 8)
+    eighths = max(eighths, 1) if share > 0 else 0
+    whole, rest = divmod(eighths, 8)
+    return Text("█" * whole + (_EIGHTHS[rest] if rest else ""), "cyan")
 
 
 def nbytes(value: int) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from deltachain import environment
@@ -39,19 +41,24 @@ STYLES: Final[dict[Health, str]] = {
     "not ready": "yellow",
 }
 
+NARROW: Final = 60  # width below which a replica takes several lines, so that no number is cut off
 WIDE: Final = 110  # width from which on there is room for times and software
 
 
 def replica_table(rows: Sequence[ReplicaRow], waiting: int, width: int) -> RenderableType:
-    """Draw all replicas.
+    """Draw all replicas; health, version and lag are whole at any width.
 
     The summary comes first: of what is higher than a terminal, rich leaves out the end.
     """
-    more = (">head", ">store", ">age", "software") if width >= WIDE else ()
-    titles = ("health", ">version", ">lag", *more, "replica")
-    cells = ((*_cells(row)[: 3 + len(more)], _named(row)) for row in rows)
-    summary = Text(_summary(rows, waiting), "dim", overflow="fold")
-    return Group(summary, c.table(titles, cells))
+    drawn = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
+    return Group(Text(_summary(rows, waiting), "dim", overflow="fold"), drawn)
+
+
+def _columns(rows: Sequence[ReplicaRow], *, wide: bool) -> RenderableType:
+    more = (">head", ">store", ">age", "software") if wide else ()
+    titles = ("health", ">version", ">lag", *more, "~replica")
+    cells = ((*_cells(row)[: 7 if wide else 3], _named(row)) for row in rows)
+    return c.table(titles, cells, width=sys.maxsize)  # replicas are folded by the console
 
 
 def _cells(row: ReplicaRow) -> tuple[Text | str, ...]:
@@ -62,6 +69,15 @@ def _cells(row: ReplicaRow) -> tuple[Text | str, ...]:
     software = c.clean(" ".join(one for one in (status.engine, ours) if one))
     times = _ago(status.silence_s), _ago(status.age_s)
     return (health, _number(status.version), lag, _number(status.head), *times, software)
+
+
+def _narrow(rows: Sequence[ReplicaRow]) -> RenderableType:
+    table = Table.grid()
+    table.add_column(overflow="fold")
+    for row in rows:
+        health, version, lag, *_ = _cells(row)
+        table.add_row(Text.assemble(health, f"  version {version}  lag {lag}\n", _named(row)))
+    return table
 
 
 def _named(row: ReplicaRow) -> Text:

@@ -192,10 +192,12 @@ def _show(report: Mapping[str, Any], limit: int | None) -> None:
         )
     c.out().print(c.facts(**named))
     if contents:
+        most = max(contents["streams"].values(), default=1) or 1
         streams = [
-            (c.clean(kind), c.nbytes(stored)) for kind, stored in contents["streams"].items()
+            (c.clean(kind), c.nbytes(stored), c.bar(stored / most))
+            for kind, stored in contents["streams"].items()
         ]
-        _print("Bytes by stream", c.table(("stream", ">bytes"), streams))
+        _print("Bytes by stream", c.table(("stream", ">bytes", ""), streams))
     for name, rows in (("tensors", contents and contents["rows"]), *report.items()):
         if name in ("tensors", "files") and rows:
             _print(f"{name.capitalize()} ({len(rows):,})", _rows(rows[:limit]))
@@ -205,7 +207,7 @@ def _show(report: Mapping[str, Any], limit: int | None) -> None:
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> object:
     shown: dict[str, Callable[[Any], str]] = {
-        "name": c.clean,
+        "~name": c.clean,
         "dtype": str,
         "shape": lambda shape: " x ".join(map(str, shape)) or "scalar",
         "encoding": str,
@@ -214,10 +216,10 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> object:
         ">density": c.percent,
         "blake3": lambda digest: c.clean(digest[:16]),
     }
-    named = {title: title.lstrip(">") for title in shown}
+    named = {title: title.lstrip(">~") for title in shown}
     titles = [title for title, name in named.items() if name in rows[0]]
     cells = ([shown[title](row[named[title]]) for title in titles] for row in rows)
-    return c.table(titles, cells)
+    return c.table(titles, cells, "blake3", "dtype", "encoding", "shape")
 
 
 def _print(title: str, table: object) -> None:

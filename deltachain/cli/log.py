@@ -31,6 +31,8 @@ COLUMNS: Final = (
 )
 """Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
 
+GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state", "signed by")
+
 READS: Final = 16  # manifests read at a time
 
 if TYPE_CHECKING:
@@ -200,7 +202,7 @@ def _show(report: Mapping[str, Any], head: Committed) -> None:
     out = c.out()
     out.print(c.facts(**about))
     out.print()
-    out.print(c.table(columns, cells))
+    out.print(c.table(columns, cells, *GIVE_WAY))
 
 
 def _rows(version: Mapping[str, Any]) -> Iterator[dict[str, Text | str]]:

@@ -82,9 +82,12 @@ def _dry_prune(
 
 
 def _show(report: dict[str, Any]) -> None:
-    out = c.out()
+    out, most = c.out(), max(report["nbytes"], 1)
     out.print(c.facts(chain=f"{report['chain']}  at {report['url']}", head=f"{report['head']}"))
-    kinds = ((k["kind"], f"{k['objects']:,}", c.nbytes(k["nbytes"])) for k in report["kinds"])
+    kinds = (
+        (k["kind"], f"{k['objects']:,}", c.nbytes(k["nbytes"]), c.bar(k["nbytes"] / most))
+        for k in report["kinds"]
+    )
     readers = []
     for row in report["readers"]:
         who = "newcomer" if row["age"] is None else f"{row['age']:,} behind"
@@ -93,7 +96,7 @@ def _show(report: dict[str, Any]) -> None:
         else:
             readers.append((who, f"{row['edges']:,}", c.nbytes(row["nbytes"])))
     out.print()
-    out.print(c.table(("objects", ">number", ">bytes"), kinds))
+    out.print(c.table(("objects", ">number", ">bytes", ""), kinds))
     out.print()
     out.print(c.table(("reader", ">edges", ">bytes"), readers))
     prune = report["prune"]

@@ -87,6 +87,6 @@ def _list(chain: "Chain", *, as_json: bool) -> None:
         c.write_json({"url": chain.store.url, "chain": chain.identity.chain, "tags": rows})
     elif found:
         cells = ((t.name, str(t.version), c.moment(t.time), t.state[:8]) for t in found)
-        c.out().print(c.table(("tag", ">version", "set", "state"), cells))
+        c.out().print(c.table(("~tag", ">version", "set", "state"), cells))
     else:
         c.out().print("no tag is set", style="dim")

@@ -118,7 +118,7 @@ def _show(report: dict[str, Any], done: "Sequence[VersionProof]") -> None:
         for kind, totals in report["edges"].items()
     )
     titles = ("edges", ">number", ">proven", ">objects", ">bytes", ">frames", ">elements")
-    out.print(c.table(titles, rows))
+    out.print(c.table(titles, rows, "frames", "objects", "elements"))
     for words in _unproven(done):
         out.print(f"\n{words}")
     if report["pruned"]:

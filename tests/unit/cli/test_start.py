@@ -284,7 +284,7 @@ def test_a_torch_that_is_too_old_is_named() -> None:
     assert 'pip install "torch>=2.7"' in done.stdout
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [30, 40, 60])
 @pytest.mark.parametrize(
     "words", [["stats"], ["verify"], ["inspect"], ["inspect", "--table"], ["log"]]
 )
@@ -300,22 +300,28 @@ def test_no_unit_is_cut(
     assert " B" in shown or " kB" in shown
 
 
-def rows(width: int) -> list[str]:
-    cells = ("weights of a layer", "1.25 kB", "12.5 %")
+def rows(width: int, *give_way: str) -> list[str]:
+    cells = ("weights of a layer", "1.25 kB", "12.5 %", c.bar(0.5, 10))
+    grid = c.table(("name", ">bytes", ">share", ""), [cells], *give_way, width=width)
     console = c.out()
     with console.capture() as captured:
-        console.print(c.table(("name", ">bytes", ">share"), [cells]), width=width)
+        console.print(grid, width=width)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def test_cells_are_folded_where_a_table_is_too_wide() -> None:
-    assert rows(36) == [
+def test_a_bar_gives_way_first_then_columns_in_turn() -> None:
+    assert rows(60, "share")[1].split("  ")[-1].startswith("█")
+    assert rows(36, "share") == [
         "name                  bytes   share",
         "weights of a layer  1.25 kB  12.5 %",
     ]
-    shown = " ".join(" ".join(rows(22)).split())
+    assert rows(30, "share") == ["name                  bytes", "weights of a layer  1.25 kB"]
+
+
+def test_cells_are_folded_where_no_column_is_left_to_leave_out() -> None:
+    shown = " ".join(" ".join(rows(20, "share")).split())
     assert "…" not in shown
-    assert all(word in shown for word in ("weights", "layer", "1.25", "12.5"))
+    assert all(word in shown for word in ("weights", "layer", "1.25 kB"))
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["push", "--help"]])
