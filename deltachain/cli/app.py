@@ -69,6 +69,30 @@ _FILE_HINTS: Final = {
 }
 
 
+_MEANT: Final = {
+    "ls list versions history show head": "`deltachain log URL`, which lists a chain's versions",
+    "gc clean cleanup delete rm": "`deltachain prune URL`, which deletes what nobody needs, or "
+    "`maintain`",
+    "rollback reset checkout undo": "`deltachain revert URL --version N` for all replicas and for "
+    "good, or `deltachain fleet rollback --version N ENGINE...` for some, until they are released",
+    "status ps replicas top": "`deltachain fleet status ENGINE...` for replicas, or `deltachain "
+    "log URL` for a chain",
+    "watch": "`deltachain follow URL --out DIR`, or `deltachain fleet status ENGINE... --watch`",
+    "subscribe sync": "`deltachain follow URL --out DIR`",
+    "download get fetch clone": "`deltachain pull URL --out DIR`",
+    "upload publish put": "`deltachain push CHECKPOINT URL`",
+    "diff patch apply": "`deltachain push` twice and `pull`; a folder may be the URL",
+    "copy cp": "`deltachain mirror SRC DST`",
+    "info describe": "`deltachain inspect URL`, or `log`",
+    "check fsck": "`deltachain verify URL` for a chain, `doctor` for a machine",
+    "dashboard ui web": "`python -m spaces.dashboard URL` in a clone of the repository, or `fleet "
+    "status`",
+    "version": "`deltachain --version`",
+}
+MEANT: Final = {name: use for names, use in _MEANT.items() for name in names.split()}
+"""What to use, by the name that other programs have for it."""
+
+
 class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own
         """Accept ``--debug`` at any position, since users append it after a failure."""
@@ -78,6 +102,12 @@ class Commands(TyperGroup):
         ctx.meta[_WORDS] = args[:end]
         ctx.meta[_SECRETS] = hidden_parts(args)
         return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own
+        meant = MEANT.get(args[0].lower()) if args and args[0] not in self.commands else None
+        if meant is not None:
+            raise ConfigError(f"unknown command {args[0]!r}", hint=f"use {meant}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own
         try:

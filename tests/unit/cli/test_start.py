@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ import deltachain
 from deltachain.chain import identity as mirror_record
 from deltachain.cli import console
 from deltachain.cli import console as c
-from deltachain.cli.app import PANELS, explain
-from deltachain.cli.console import clean, count, moment, nbytes, percent
+from deltachain.cli.app import MEANT, PANELS, explain
+from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.store import calls as outage
 from deltachain.store import open_store
@@ -426,6 +427,14 @@ def test_a_time_of_another_year_shows_the_year() -> None:
     assert moment(today) == time.strftime("%d %b 09:05", now)
     then = time.mktime((now.tm_year - 2, 11, 24, 3, 49, 0, 0, 0, -1))
     assert moment(then) == f"24 Nov {now.tm_year - 2}"
+
+
+@pytest.mark.parametrize("word", MEANT)
+def test_a_guessed_command_is_answered_with_ours(word: str) -> None:
+    refused(word, "/mnt/policy", code=2, said=f"unknown command '{word}'")
+    ours = set(re.findall(r"`(?:deltachain )?([a-z]+)", MEANT[word])) - {"deltachain", "python"}
+    assert ours or "--version" in MEANT[word]
+    assert ours <= {function.__name__ for panel in PANELS.values() for function in panel}
 
 
 # Wrong calls: each is told what is wrong with it, and what to do
