@@ -23,6 +23,22 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.torch_names import TORCH_DTYPES
 
 
+def register() -> None:
+    """Add ``type: deltachain`` to RLinf's configuration of a weight syncer, in this process.
+
+    RLinf calls this in each of its workers with ``RLINF_EXT_MODULE=deltachain.integrations.rlinf``.
+    Arguments of :class:`DeltaChainWeightSyncer` are then under ``deltachain``, as those of
+    ``bucket`` and ``patch`` under their names.
+    """
+    theirs = WeightSyncer.create  # which RLinf has no registry for
+
+    def create(config: Any) -> WeightSyncer:  # noqa: ANN401 - a DictConfig
+        is_ours = config is not None and config.get("type") == "deltachain"
+        return DeltaChainWeightSyncer(**config["deltachain"]) if is_ours else theirs(config)
+
+    WeightSyncer.create = create
+
+
 class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has no types
     """Weight syncer of RLinf over a chain; the actor's ranks each publish their shards.
 
