@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -230,6 +231,8 @@ def test_a_game_of_openenv(model: Path, tmp_path: Path) -> None:
 @slow
 @pytest.mark.venv("verl")
 def test_workers_of_rlinf() -> None:
-    printed = run("11_rlinf.py", {}, python=ROOT / ".venv-verl" / "bin" / "python")
+    python = ROOT / ".venv-verl" / "bin" / "python"
+    with tempfile.TemporaryDirectory() as folder:  # where no cluster of others is found
+        printed = run("11_rlinf.py", {"RAY_TMPDIR": folder}, python=python)
     assert "a rollout joins before step 3: right" in printed
     assert "step 20 on 2 rollouts: every bit is the actor's" in printed

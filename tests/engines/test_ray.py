@@ -10,7 +10,8 @@ from tests.engines.serving import ENGINE, ROOT, said_by
 TRAIN, STEPS = "tests.engines.ray_train", 20
 CASES = {
     "vllm": [
-        ("tests.engines.vllm.ray_actor",),
+        ("tests.engines.vllm.ray_actor", "LLM"),
+        ("tests.engines.vllm.ray_actor", "AsyncLLM"),
         (TRAIN, "ddp", "tests.engines.vllm.ray_actor:Replica"),
         (TRAIN, "fsdp2", "tests.engines.vllm.ray_actor:Follower"),
     ],

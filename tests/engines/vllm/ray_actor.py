@@ -1,6 +1,6 @@
 """Engines in Ray actors: an ``LLM``, which is told versions, and an ``AsyncLLM``, which follows.
 
-``python -m`` this module has a trainer drive the first by vLLM's client. What it saw of each step,
+``python -m`` this module has a trainer drive either by vLLM's client. What it saw of each step,
 version and whether all bits are the trainer's, is one line of JSON.
 """
 
@@ -69,10 +69,15 @@ class Replica(LLM):  # type: ignore[misc]
 
 
 class Follower:
-    """An ``AsyncLLM`` that nobody tells of versions."""
+    """An ``AsyncLLM`` that follows, whether it is told of versions or not."""
 
     def __init__(self, base: str) -> None:
         self.base = base
+
+    async def init_weight_transfer_engine(self, request: Any) -> None: ...
+
+    async def update_weights(self, request: Any) -> None:
+        await asyncio.to_thread(self.leader.update, request.update_info["version"])
 
     async def follow(self, url: str) -> None:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(self.base, **SETTINGS))
@@ -87,10 +92,10 @@ class Follower:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, kind = Path(sys.argv[1]), {"LLM": Replica, "AsyncLLM": Follower}[sys.argv[2]]
     trained, url = Run(folder), (folder / "chain").as_uri()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    replica = ray.remote(Replica).remote(str(trained.base))
+    replica = ray.remote(kind).remote(str(trained.base))
     ray.get(replica.follow.remote(url))
     engine = WeightTransferTrainerFactory.trainer_init(
         DeltaChainTrainerInit(url, {"dtype": "BF16"}),
