@@ -32,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 import deltachain_vllm
 from deltachain_vllm import DeltaChainTrainerInit
 from tests.engines.expected import sharded
+from tests.engines.ray_cluster import clustered
 from tests.engines.trainer import Run
 from tests.engines.vllm.server import digest
 
@@ -94,7 +95,7 @@ class Follower:
 def main() -> None:
     folder, kind = Path(sys.argv[1]), {"LLM": Replica, "AsyncLLM": Follower}[sys.argv[2]]
     trained, url = Run(folder), (folder / "chain").as_uri()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    cluster = clustered({})
     replica = ray.remote(kind).remote(str(trained.base))
     ray.get(replica.follow.remote(url))
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -109,6 +110,7 @@ def main() -> None:
         seen.append(ray.get(replica.seen.remote(step, trained.saved())))
     engine.shutdown()
     ray.shutdown()
+    cluster.shutdown()
     sys.stdout.write(f"{json.dumps(seen)}\n")
 
 
