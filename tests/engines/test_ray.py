@@ -8,7 +8,7 @@ import pytest
 from tests.engines.serving import ENGINE, ROOT, said_by
 
 TRAIN, STEPS = "tests.engines.ray_train", 20
-CASES = {
+CASES: dict[str, list[tuple[str, ...]]] = {
     "vllm": [
         ("tests.engines.vllm.ray_actor", "LLM"),
         ("tests.engines.vllm.ray_actor", "AsyncLLM"),

@@ -190,7 +190,7 @@ def test_a_configuration_makes_it_once_it_is_registered(
 def test_rlinf_itself_does_the_same() -> None:
     code = "import pytest, rlinf, sys; sys.exit(pytest.main(sys.argv[1:]))"
     asked = ("-p", "no:asyncio", "-p", "no:cacheprovider", "-m", "not slow", __file__)
-    command = [ROOT / ".venv-verl" / "bin" / "python", "-c", code, *asked]
+    command = [str(ROOT / ".venv-verl" / "bin" / "python"), "-c", code, *asked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
