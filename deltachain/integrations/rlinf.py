@@ -24,13 +24,11 @@ from deltachain.torch_names import TORCH_DTYPES
 
 
 def register() -> None:
-    """Add ``type: deltachain`` to RLinf's configuration of a weight syncer, in this process.
+    """Add ``type: deltachain`` to weight syncers, its arguments under ``deltachain``.
 
     RLinf calls this in each of its workers with ``RLINF_EXT_MODULE=deltachain.integrations.rlinf``.
-    Arguments of :class:`DeltaChainWeightSyncer` are then under ``deltachain``, as those of
-    ``bucket`` and ``patch`` under their names.
     """
-    theirs = WeightSyncer.create  # which RLinf has no registry for
+    theirs = WeightSyncer.create  # RLinf has no registry
 
     def create(config: Any) -> WeightSyncer:  # noqa: ANN401 - a DictConfig
         is_ours = config is not None and config.get("type") == "deltachain"
