@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
-.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv-rl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
+.PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv-rl venv-ray venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: test-dist test-dist-long test-frameworks bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -62,6 +62,12 @@ test-dist: venv  ## trainers of several ranks
 
 test-dist-long: venv  ## ranks that are killed at every stage of a publish
 	$(BIN)/pytest tests/ranks -m "dist and slow"
+
+# Elsewhere a test without its environment is skipped; here it fails.
+test-frameworks: venv venv-vllm venv-sglang venv-sky venv-openenv venv-trainers venv-trl venv-verl venv-rl venv-ray  ## each test with the real package of a framework: half an hour
+	$(BIN)/pytest -m "venv and not engine"
+	.venv-vllm/bin/pytest tests/engines -m "venv and engine"
+	.venv-sglang/bin/pytest tests/engines -m "venv and engine"
 
 check: venv  ## format, lint, spelling, types, layers, size
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/codespell
@@ -134,6 +140,12 @@ venv-rl: venv venv-vllm  ## build .venv-rl, with SkyRL, AReaL and Ray over vLLM'
 	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0 vllm-router==0.1.17
 	$(BIN)/uv pip install -q -p .venv-rl ray==2.60.0 aiofiles blosc cloudpathlib colorlog datasets distro-info flask func_timeout httpx hydra-core jaxtyping math-verify matplotlib ninja nltk omegaconf orjson pandas pebble polars prettytable pybase64 pylatexenc redis s3fs setproctitle swanlab tabulate tenacity tensorboard tensorboardx trackio uvloop wandb
 
+RAY := .venv-ray/lib/python3.11/site-packages
+venv-ray: venv venv-sglang  ## build .venv-ray, with Ray over SGLang's packages
+	test -x .venv-ray/bin/python || .venv-sglang/bin/python -m venv --without-pip .venv-ray
+	echo "import site; site.addsitedir('$(CURDIR)/.venv-sglang/lib/python3.11/site-packages')" > $(RAY)/sglang.pth
+	$(BIN)/uv pip install -q -p .venv-ray --no-deps ray==2.60.0 msgpack protobuf tensorboardx
+
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm
 
@@ -149,7 +161,7 @@ test-vllm-long: venv-vllm venv-verl venv-rl  ## those of them that take minutes
 test-sglang: venv-sglang  ## the tests in a real SGLang
 	.venv-sglang/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
 
-test-sglang-long: venv-sglang venv-verl  ## those of them that take minutes
+test-sglang-long: venv-sglang venv-verl venv-ray  ## those of them that take minutes
 	.venv-sglang/bin/pytest tests/engines -m "engine and slow"
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB

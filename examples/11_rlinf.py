@@ -1,7 +1,7 @@
 """RLinf trains a small vision-language-action model under FSDP2; rollouts of it follow in bf16.
 
-``DeltaChainWeightSyncer`` takes the place of ``WeightSyncer.create(config)`` in workers of both:
-their messages name a version, and the weights are in the chain.
+Workers of both make their syncers as RLinf's own do, by ``WeightSyncer.create`` of a configuration:
+messages name a version, and the weights are in the chain.
 
 Needs ``pip install 'deltachain[torch]' rlinf transformers``::
 
@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
+from rlinf.hybrid_engines.weight_syncer import WeightSyncer
 from rlinf.scheduler import Cluster, NodePlacementStrategy, Worker
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import SmolVLMConfig, SmolVLMModel
 
-from deltachain.integrations.rlinf import DeltaChainWeightSyncer
+os.environ["RLINF_EXT_MODULE"] = "deltachain.integrations.rlinf"  # adds the type of syncer
 
 IMAGE, ACTION = 3, 7  # token of an image; numbers of an action
 
@@ -60,6 +62,12 @@ def sample(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.rand(4, 1, 3, 32, 32, generator=dice), words, torch.rand(4, ACTION, generator=dice)
 
 
+def syncer_of(url: str) -> WeightSyncer:
+    """Make a syncer as RLinf's stock workers do, of ``cfg.weight_syncer``; masters are in fp32."""
+    given = {"type": "deltachain", "deltachain": {"url": url, "dtype": "BF16"}}
+    return WeightSyncer.create(OmegaConf.create(given))
+
+
 def digest(policy: nn.Module) -> str:
     """Hash all tensors, whole and in bf16."""
     found = hashlib.sha256()
@@ -77,7 +85,7 @@ class Actor(Worker):
         fully_shard(self.policy)
         trained = [one for one in self.policy.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5)
-        self.syncer = DeltaChainWeightSyncer(url, dtype="BF16")  # of fp32 masters
+        self.syncer = syncer_of(url)
 
     async def step(self, number: int, groups: list[tuple[str, int]]) -> str:
         """Train a step and send its version, as RLinf's ``sync_model_to_rollout``."""
@@ -102,7 +110,7 @@ class Actor(Worker):
 
 class Rollout(Worker):
     async def prepare(self, url: str) -> str:
-        self.policy, self.syncer = Policy(9).bfloat16(), DeltaChainWeightSyncer(url)
+        self.policy, self.syncer = Policy(9).bfloat16(), syncer_of(url)
         await self.syncer.init_receiver(self.policy.state_dict(), None)  # the head, if there is one
         return digest(self.policy)
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,7 @@ if not any(find_spec(engine) for engine in ("vllm", "sglang")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _NUMBERS = itertools.count()
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +53,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests whose environment is missing, but where it is these that are asked for."""
+    for name in (name for mark in item.iter_markers("venv") for name in mark.args):
+        if not (_ROOT / f".venv-{name}").exists():
+            asked = "venv" in item.config.getoption("markexpr")
+            (pytest.fail if asked else pytest.skip)(f".venv-{name} is missing: make venv-{name}")
 
 
 def quick(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

@@ -23,6 +23,20 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.torch_names import TORCH_DTYPES
 
 
+def register() -> None:
+    """Add ``type: deltachain`` to weight syncers, its arguments under ``deltachain``.
+
+    RLinf calls this in each of its workers with ``RLINF_EXT_MODULE=deltachain.integrations.rlinf``.
+    """
+    theirs = WeightSyncer.create  # RLinf has no registry
+
+    def create(config: Any) -> WeightSyncer:  # noqa: ANN401 - a DictConfig
+        is_ours = config is not None and config.get("type") == "deltachain"
+        return DeltaChainWeightSyncer(**config["deltachain"]) if is_ours else theirs(config)
+
+    WeightSyncer.create = create
+
+
 class DeltaChainWeightSyncer(WeightSyncer):  # type: ignore[misc]  # RLinf has no types
     """Weight syncer of RLinf over a chain; the actor's ranks each publish their shards.
 

@@ -17,7 +17,7 @@ STEPS = 20
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="SkyRL and AReaL are missing: make venv-rl"),
+    pytest.mark.venv("rl"),
     pytest.mark.skipif(ENGINE != "vllm", reason="that environment has vLLM's packages"),
 ]
 

@@ -7,9 +7,9 @@ import pytest
 from tests.engines.expected import holds
 from tests.engines.serving import HOST, start
 from tests.engines.trainer import make_batches, one_thread, pretrain
-from tests.unit.integrations.test_verl import STEPS, needs_verl, trial
+from tests.unit.integrations.test_verl import STEPS, trial
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_verl]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.venv("verl")]
 
 
 def test_a_server_holds_each_step_once_verl_goes_on(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Final, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deltachain.cli.pull import pull
@@ -232,7 +233,16 @@ class Run:
 
     def saved(self) -> Path:
         folder = self.folder / "saved"
-        state = {name: tensor.bfloat16() for name, tensor in self.model.state_dict().items()}
-        self.model.save_pretrained(folder, state_dict=state)
+        save(self.model, folder)
         with_tokenizer(folder)
         return folder
+
+
+def save(model: PreTrainedModel, folder: Path | str) -> None:
+    """Save whole weights in bf16; all ranks of a sharded model call this."""
+    state = {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().bfloat16()
+        for name, one in model.state_dict().items()
+    }
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -18,30 +18,31 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.dist
 
 
+def case(trial: str, ranks: int, how: str, *marks: Any) -> Any:
+    venv = "verl" if trial.startswith("verl") else "trainers"
+    return pytest.param(venv, trial, ranks, how, marks=[pytest.mark.venv(venv), *marks])
+
+
 @pytest.mark.parametrize(
-    ("trial", "ranks", "how"),
+    ("venv", "trial", "ranks", "how"),
     [
-        ("deepspeed_trials:zero", 4, "3"),
+        case("deepspeed_trials:zero", 4, "3"),
         *(
-            pytest.param("deepspeed_trials:zero", 2, how, marks=pytest.mark.slow)
+            case("deepspeed_trials:zero", 2, how, pytest.mark.slow)
             for how in ("3 persistent", "2", "1")
         ),
-        ("megatron_trials:megatron", 4, "TP2-PP2"),
-        ("megatron_trials:megatron", 4, "EP2"),
-        ("verl_trials:megatron", 2, "TP2"),
+        case("megatron_trials:megatron", 4, "TP2-PP2"),
+        case("megatron_trials:megatron", 4, "EP2"),
+        case("verl_trials:megatron", 2, "TP2"),
     ],
 )
 def test_every_version_is_the_export_of_the_framework(
-    tmp_path: Path, trial: str, ranks: int, how: str
+    tmp_path: Path, venv: str, trial: str, ranks: int, how: str
 ) -> None:
-    venv = "venv-verl" if trial.startswith("verl") else "venv-trainers"
-    python = ROOT / f".{venv}" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"DeepSpeed, Megatron or verl is missing: make {venv}")
     url = (tmp_path / "chain").as_uri()
     done = subprocess.run(
         [
-            python,
+            ROOT / f".venv-{venv}" / "bin" / "python",
             "-m",
             "tests.ranks.spawn",
             f"tests.ranks.{trial}",

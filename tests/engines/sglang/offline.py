@@ -19,6 +19,18 @@ _ENVIRONMENT = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0",
 }
 
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "dtype": "bfloat16",
+    "context_length": 512,
+    "max_total_tokens": 8192,
+    "mem_fraction_static": 0.6,
+    "max_running_requests": 4,
+    "disable_cuda_graph": True,
+    "log_level": "info",
+}
+
 ASKED: dict[str, Any] = {
     "input_ids": [5, 6, 7],
     "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
@@ -30,18 +42,7 @@ def main(url: str, base: str) -> dict[str, Any]:
 
     import deltachain_sglang  # noqa: PLC0415
 
-    engine = sglang.Engine(
-        model_path=base,
-        device="cpu",
-        attention_backend="torch_native",
-        dtype="bfloat16",
-        context_length=512,
-        max_total_tokens=8192,
-        mem_fraction_static=0.6,
-        max_running_requests=4,
-        disable_cuda_graph=True,
-        log_level="info",
-    )
+    engine = sglang.Engine(model_path=base, **SETTINGS)
     try:
         subscriber = deltachain_sglang.subscribe(engine, url)
         seen: dict[str, Any] = {"labels": [_label(engine)]}

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 from torch import Tensor
@@ -61,17 +62,10 @@ class SglangServer(Server):
     def checksums(self) -> dict[str, str]:
         response = self.client.post("/weights_checker", json={"action": "checksum"})
         assert response.status_code == 200, response.text
-        return alike(
-            (f"tp{rank['parallelism_info'][0]['tp_rank']}:{name}", digest)
-            for rank in response.json()["ranks"]
-            for name, digest in rank["checksums"].items()
-            if "rotary_emb" not in name
-        )
+        return checksums(response.json()["ranks"])
 
     def digest(self, tensor: Tensor) -> str:
-        from sglang.srt.utils.weight_checker import _hash_tensor  # noqa: PLC0415
-
-        return str(_hash_tensor(tensor.contiguous()))
+        return digest(tensor)
 
     def named(self) -> str:
         return str(self.client.get("/model_info").json()["weight_version"])
@@ -112,6 +106,21 @@ class SglangServer(Server):
         body = {"tags": list(kinds)} if kinds else {}
         answer = self.client.post(f"/{what}_memory_occupation", json=body)
         assert answer.status_code == 200, answer.text
+
+
+def checksums(ranks: list[dict[str, Any]]) -> dict[str, str]:
+    return alike(
+        (f"tp{rank['parallelism_info'][0]['tp_rank']}:{name}", digest)
+        for rank in ranks
+        for name, digest in rank["checksums"].items()
+        if "rotary_emb" not in name
+    )
+
+
+def digest(tensor: Tensor) -> str:
+    from sglang.srt.utils.weight_checker import _hash_tensor  # noqa: PLC0415
+
+    return str(_hash_tensor(tensor.contiguous()))
 
 
 def _body(prompt: Sequence[int], length: int) -> dict[str, object]:

@@ -1,8 +1,10 @@
-"""An ``LLM`` in a Ray actor that a trainer drives by vLLM's client: ``python -m`` this module.
+"""Engines in Ray actors: an ``LLM``, which is told versions, and an ``AsyncLLM``, which follows.
 
-What it saw of each step, version and whether all bits are the trainer's, is one line of JSON.
+``python -m`` this module has a trainer drive either by vLLM's client. What it saw of each step,
+version and whether all bits are the trainer's, is one line of JSON.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -13,80 +15,102 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "deltachain",
 }
 
 import ray
-from vllm import LLM
+from vllm import LLM, AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import (
     ModuleSource,
     RayVLLMWeightSyncClient,
     WeightTransferTrainerFactory,
 )
+from vllm.v1.engine.async_llm import AsyncLLM
 
 import deltachain_vllm
 from deltachain_vllm import DeltaChainTrainerInit
 from tests.engines.expected import sharded
+from tests.engines.ray_cluster import clustered
 from tests.engines.trainer import Run
 from tests.engines.vllm.server import digest
 
 STEPS = 20
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "weight_transfer_config": WeightTransferConfig(backend="deltachain"),
+    "worker_extension_cls": "tests.engines.vllm.plain.WorkerExtension",
+}
+
+
+def same(found: list[dict[str, str]], checkpoint: Path) -> bool:
+    (checksums,) = found
+    held = {name.partition(":pcp0:")[2]: text for name, text in checksums.items()}
+    return held == {name: digest(bits) for name, bits in sharded(checkpoint, 1).items()}
 
 
 class Replica(LLM):  # type: ignore[misc]
+    def __init__(self, base: str) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        super().__init__(base, **SETTINGS)
+
     def follow(self, url: str) -> None:
         self.subscriber = deltachain_vllm.subscribe(self, url)
 
     def update_weights(self, request: Any) -> None:
-        self.update(request.update_info["version"])
+        self.subscriber.update(request.update_info["version"])
 
-    def update(self, version: int) -> None:
+    def seen(self, version: int, checkpoint: Path) -> tuple[str, bool]:
         self.subscriber.update(version)
-
-    def holds(self, checkpoint: Path) -> bool:
-        (found,) = self.collective_rpc("compute_weight_checksums")
-        held = {name.partition(":pcp0:")[2]: text for name, text in found.items()}
-        return held == {name: digest(bits) for name, bits in sharded(checkpoint, 1).items()}
+        found = self.collective_rpc("compute_weight_checksums")
+        return self.get_weight_version(), same(found, checkpoint)
 
 
-def follower(base: Path, url: str, **where: Any) -> Any:
-    actor = (
-        ray.remote(Replica)
-        .options(**where)
-        .remote(
-            str(base),
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=256,
-            weight_transfer_config=WeightTransferConfig(backend="deltachain"),
-            worker_extension_cls="tests.engines.vllm.plain.WorkerExtension",
-        )
-    )
-    ray.get(actor.follow.remote(url))
-    return actor
+class Follower:
+    """An ``AsyncLLM`` that follows, whether it is told of versions or not."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base
+
+    async def init_weight_transfer_engine(self, request: Any) -> None: ...
+
+    async def update_weights(self, request: Any) -> None:
+        await asyncio.to_thread(self.leader.update, request.update_info["version"])
+
+    async def follow(self, url: str) -> None:
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(self.base, **SETTINGS))
+        self.leader = deltachain_vllm.follow(self.llm, url)
+
+    async def seen(self, version: int, checkpoint: Path) -> tuple[str, bool]:
+        while (await self.llm.get_weight_version()) != str(version):
+            assert not self.leader.ended, self.leader.ended
+            await asyncio.sleep(0.05)
+        found = await self.llm.collective_rpc("compute_weight_checksums")
+        return await self.llm.get_weight_version(), same(found, checkpoint)
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, kind = Path(sys.argv[1]), {"LLM": Replica, "AsyncLLM": Follower}[sys.argv[2]]
     trained, url = Run(folder), (folder / "chain").as_uri()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    replica = follower(trained.base, url)
+    cluster = clustered({})
+    replica = ray.remote(kind).remote(str(trained.base))
+    ray.get(replica.follow.remote(url))
     engine = WeightTransferTrainerFactory.trainer_init(
         DeltaChainTrainerInit(url, {"dtype": "BF16"}),
         client=RayVLLMWeightSyncClient(replica),
         source=ModuleSource(trained.model),
     )
     seen = []
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
         trained.step()
         engine.send_weights()
-        same = ray.get(replica.holds.remote(trained.saved()))
-        seen.append([ray.get(replica.get_weight_version.remote()), same])
+        seen.append(ray.get(replica.seen.remote(step, trained.saved())))
     engine.shutdown()
     ray.shutdown()
+    cluster.shutdown()
     sys.stdout.write(f"{json.dumps(seen)}\n")
 
 

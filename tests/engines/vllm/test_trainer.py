@@ -17,14 +17,13 @@ from deltachain.store import MemoryStore
 from deltachain_vllm import DeltaChainTrainerInit
 from examples.demo.online.processes import free_port
 from tests.engines.expected import holds
-from tests.engines.serving import HOST, ROOT, Server, said_by, start
+from tests.engines.serving import HOST, Server, start
 from tests.engines.trainer import Run
 from tests.ranks.spawn import run
 from tests.support.faults import FaultyStore
 
 pytestmark = pytest.mark.engine
 
-RAY = ROOT / ".venv-rl" / "bin" / "python"
 STEPS = 20
 DTYPE = {"dtype": "BF16"}  # of the checkpoint; the trainer has fp32
 
@@ -99,13 +98,3 @@ def test_a_round_that_fails_is_raised_once_and_covered_by_the_next(
     assert init == ("init_weight_transfer_engine", {"init_info": {}})
     assert update[1]["update_info"]["version"] == 1
     engine.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not RAY.exists(), reason="vLLM for CPUs comes without Ray: make venv-rl")
-@pytest.mark.parametrize("program", ["ray_actor", "ray_train"])
-def test_an_actor_of_ray_has_each_of_twenty_steps(program: str, tmp_path: Path) -> None:
-    seen: Any = said_by(f"tests.engines.vllm.{program}", str(tmp_path), python=str(RAY))
-    assert [[str(version), same] for version, same in seen] == [
-        [str(step), True] for step in range(1, STEPS + 1)
-    ]

@@ -125,10 +125,9 @@ def test_images_build_without_a_complaint() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.venv("sky")
 @pytest.mark.parametrize("path", SKYPILOT, ids=lambda path: str(path.stem))
 def test_skypilot_parses_its_tasks(path: Path, tmp_path: Path) -> None:
-    if not SKY.exists():
-        pytest.skip("SkyPilot is missing: make venv-sky")
     other, is_replica = "aws/ap-northeast-1", path.stem == "replica"
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin"}
     said = run([SKY, "-c", PARSE_TASK, path, other], ROOT, env=environment)

@@ -20,11 +20,11 @@ from areal.api.cli_args import (
 )
 from areal.api.io_struct import ModelRequest, WeightUpdateMeta
 from areal.engine import FSDPPPOActor, RemotevLLMEngine
-from torch import Tensor, distributed
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from deltachain.integrations.areal import publishing
 from examples.demo.online.processes import free_port
+from tests.engines.trainer import save
 
 STEPS, RANKS, RATE = 20, 2, 1e-3
 NAMES = {"experiment_name": "deltachain", "trial_name": "trial"}
@@ -65,12 +65,7 @@ class Rank:
         return len(asyncio.run(self.rollout.agenerate(request)).output_tokens)
 
     def save(self, folder: str) -> None:
-        state = {
-            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().bfloat16()
-            for name, one in self.actor.model.state_dict().items()
-        }
-        if distributed.get_rank() == 0:
-            self.actor.model.save_pretrained(folder, state_dict=state)
+        save(self.actor.model, folder)
 
     def stop(self) -> None:
         self.rollout.destroy()

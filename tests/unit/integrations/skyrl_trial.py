@@ -20,13 +20,13 @@ from skyrl.train.utils.utils import validate_cfg
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from deltachain.errors import ConfigError
 from deltachain_vllm.skyrl import publishing
 from examples.demo.online.processes import free_port
-from tests.engines.vllm.ray_cluster import clustered
+from tests.engines.ray_cluster import clustered
+from tests.engines.trainer import save
 
 STEPS, RANKS, RATE = 20, 2, 1e-3
 
@@ -62,12 +62,7 @@ class Policy(PolicyWorkerBase):
         await self._sync_weights_to_inference_engines(self._weight_sync_inference_client, engines)
 
     def save(self, folder: str) -> None:
-        state = {
-            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().bfloat16()
-            for name, one in self.inner.state_dict().items()
-        }
-        if distributed.get_rank() == 0:
-            self.inner.save_pretrained(folder, state_dict=state)
+        save(self.inner, folder)
 
 
 async def main() -> None:

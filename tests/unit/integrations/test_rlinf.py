@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,8 @@ from deltachain import errors
 from deltachain.kernels.protocol import same_bits
 from deltachain.kernels.torch_kernels import bits_of
 
+ROOT = Path(__file__).resolve().parents[3]
+REAL = find_spec("rlinf") is not None
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -27,12 +31,14 @@ class Base:  # of rlinf 0.3.0
     async def init_receiver(self, state_dict: Any, recv: Any) -> None:
         """Note that this is a receiver."""
 
+    @classmethod
+    def create(cls, config: Any) -> Any:
+        raise ValueError(f"Unsupported weight syncer type: {config['type']}")
+
 
 @pytest.fixture
 def syncer_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    try:
-        importlib.import_module("rlinf.hybrid_engines.weight_syncer")
-    except ImportError:
+    if not REAL:
         for name in ("rlinf", "rlinf.hybrid_engines", "rlinf.hybrid_engines.weight_syncer"):
             module = ModuleType(name)
             vars(module)["WeightSyncer"] = Base
@@ -160,6 +166,33 @@ def test_receivers_of_any_dtype_follow_join_late_and_outlive_the_sender(
         restarted._publisher.close()
 
     asyncio.run(run())
+
+
+def test_a_configuration_makes_it_once_it_is_registered(
+    syncer_class: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (base,) = syncer_class.__bases__
+    monkeypatch.setattr(base, "create", base.create)
+    kept: Any = importlib.import_module("omegaconf").OmegaConf.create if REAL else dict
+    given = kept({"type": "deltachain", "deltachain": {"url": str(tmp_path), "prefixes": ["head"]}})
+    with pytest.raises(ValueError, match="Unsupported weight syncer type: deltachain"):
+        base.create(given)
+    sys.modules[syncer_class.__module__].register()
+    made = base.create(given)
+    assert type(made) is syncer_class
+    assert (made.config.url, made.prefixes) == (str(tmp_path), ["head"])
+    with pytest.raises(ValueError, match="Unsupported weight syncer type: other"):
+        base.create(kept({"type": "other"}))
+
+
+@pytest.mark.slow
+@pytest.mark.venv("verl")
+def test_rlinf_itself_does_the_same() -> None:
+    code = "import pytest, rlinf, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    asked = ("-p", "no:asyncio", "-p", "no:cacheprovider", "-m", "not slow", __file__)
+    command = [str(ROOT / ".venv-verl" / "bin" / "python"), "-c", code, *asked]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_receiver_that_holds_the_head_takes_no_older_version(

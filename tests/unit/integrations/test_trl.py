@@ -302,13 +302,11 @@ def test_a_slow_upload_holds_nobody_past_the_deadline(train: Train, store: Fault
 
 @pytest.mark.parametrize("release", ["1.13.0", "1.14.2", "1.15.0"])
 @pytest.mark.full
+@pytest.mark.venv("trl")
 def test_earlier_releases_do_the_same(release: str) -> None:
-    folder = TRL / release
-    if not folder.exists():
-        pytest.skip("TRL's earlier releases are missing: make venv-trl")
     case = f"{__file__}::{test_every_sync_is_a_version_that_all_engines_hold.__name__}"
     code = "import pytest, sys, trl; print(trl.__version__); sys.exit(pytest.main(sys.argv[1:]))"
-    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(TRL / release), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code, "-p", "no:cacheprovider", case],
         env={**os.environ, "PYTHONPATH": paths},

@@ -16,9 +16,7 @@ VERL: Final = ROOT / ".venv-verl" / "bin" / "python"
 TRIAL: Final = Path(__file__).with_name("verl_trial.py")
 STEPS: Final = 20
 
-needs_verl = pytest.mark.skipif(not VERL.exists(), reason="verl is missing: make venv-verl")
-
-pytestmark = [pytest.mark.slow, needs_verl]
+pytestmark = [pytest.mark.slow, pytest.mark.venv("verl")]
 
 
 def trial(

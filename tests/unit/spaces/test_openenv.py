@@ -171,9 +171,8 @@ def test_it_says_what_it_is(sessions: Sessions) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.venv("openenv")
 def test_a_client_of_openenv_plays_a_game(tmp_path: Path) -> None:
-    if not OPENENV.exists():
-        pytest.skip("OpenEnv is missing: make venv-openenv")
     secret = secret_of(SEED, LIST)
     wrong = next(word for word in LIST if word != secret)
     with serving(tmp_path, [sys.executable, str(SERVER)]) as url:

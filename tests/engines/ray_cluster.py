@@ -1,5 +1,6 @@
 """A cluster of Ray whose nodes are on this machine."""
 
+import os
 from typing import Any, Final
 
 import ray
@@ -14,6 +15,7 @@ AGENTS: Final = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agen
 
 def clustered(*nodes: dict[str, Any]) -> Cluster:
     """Start nodes with the given resources, the head first, and connect to them."""
+    os.environ |= {"RAY_worker_niceness": "0"}  # by default 15: a busy machine would starve them
     cluster, given = Cluster(), {"num_cpus": 2, "object_store_memory": SMALL}
     for node in nodes:
         ports = {name: free_port() for name in AGENTS}
