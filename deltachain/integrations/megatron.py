@@ -51,10 +51,12 @@ def shards(bridge: Any, models: Sequence[nn.Module]) -> MovedExport:  # noqa: AN
         >>> publisher.publish(step=1)                                    # doctest: +SKIP
     """
     _check(bridge, models)
-    weights = dict(_named(bridge, models))
+    named = bridge._weight_name_mapping_mcore_local_to_global
+    chunks = [(model, named(model)) for model in map(unwrapped, models)]
+    weights = dict(_named(chunks))
 
     def live() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _named(bridge, models):
+        for name, tensor in _named(chunks):
             whole = _whole(bridge, name, tensor)
             if not name.endswith(_VOCABULARY):
                 yield name, _shard(bridge, name, tensor, whole)
@@ -87,11 +89,10 @@ def _check(bridge: Any, models: Sequence[nn.Module]) -> None:  # noqa: ANN401
             )
 
 
-def _named(bridge: Any, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
+def _named(chunks: Sequence[tuple[nn.Module, Mapping[str, str]]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a rank's tensors by their names in the whole model of Megatron."""
-    for model in map(unwrapped, models):
-        names = bridge._weight_name_mapping_mcore_local_to_global(model)
-        for name, tensor in named_tensors(model):
+    for model, names in chunks:
+        for name, tensor in named_tensors(model, names):
             if name not in names or is_sharded(tensor):
                 raise UnsupportedModelError(
                     f"{type(model).__name__} divides {name!r} in a way of its own",

@@ -141,7 +141,7 @@ def megatron(rank: int, how: str, url: str, folder: str) -> None:
         kind = words[0]
         if kind == "deepseek_v3":
             sizes |= LATENT
-        config = CONFIG_MAPPING[kind](**sizes, tie_word_embeddings="tied" in words)
+        config = CONFIG_MAPPING[kind](**sizes | {"tie_word_embeddings": "tied" in words})
         bridge = BRIDGES[kind](
             config, make_vocab_size_divisible_by=None if kind == "deepseek_v3" else 16
         )

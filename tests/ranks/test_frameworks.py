@@ -103,10 +103,10 @@ def _model(name: str) -> nn.ModuleDict:
 def test_a_weight_that_a_bridge_saves_twice_has_both_names(tmp_path: Path) -> None:
     url, model = (tmp_path / "chain").as_uri(), _model("head")
     with Publisher(url).attach(shards(Bridge(), [model])) as publisher:
-        model.update(_model("head"))  # another parameter, as after loading
+        model.head = _model("head").head  # another parameter, as after loading
         publisher.publish(step=1).result(60)
     pull(url, out=tmp_path / "pulled")
-    saved = model["head"].weight.detach()[:3].clone()
+    saved = model.get_parameter("head.weight").detach()[:3].clone()
     compare(tmp_path / "pulled", {"lm_head.weight": saved, "mtp.head.weight": saved})
 
 
@@ -123,6 +123,13 @@ def test_a_weight_that_a_bridge_does_not_know_is_refused(
     with pytest.raises(UnsupportedModelError, match=message) as caught:
         Publisher(tmp_path.as_uri()).attach(shards(Bridge(), [_model(name)]))
     assert hint in caught.value.hint
+
+
+def test_weights_that_ranks_get_later_are_refused() -> None:
+    model = _model("head")
+    model.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    with pytest.raises(UnsupportedModelError, match="overlap_param_gather"):
+        shards(Bridge(), [nn.ModuleList([model])])  # in a wrapper
 
 
 def test_a_bridge_of_another_library_is_refused() -> None:

@@ -481,7 +481,7 @@ def _frozen_on_one() -> nn.Module:
 def _expert() -> nn.Module:
     module = nn.Linear(3, 2)
     nn.init.ones_(module.weight)  # equal on all ranks at first
-    module.weight.allreduce = False  # as DeepSpeed and megatron-core mark it
+    vars(module.weight)["allreduce"] = False  # as DeepSpeed and megatron-core mark it
     return module
 
 
