@@ -127,7 +127,7 @@ def test_a_weight_that_a_bridge_does_not_know_is_refused(
 
 def test_weights_that_ranks_get_later_are_refused() -> None:
     model = _model("head")
-    model.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    vars(model)["ddp_config"] = SimpleNamespace(overlap_param_gather=True)
     with pytest.raises(UnsupportedModelError, match="overlap_param_gather"):
         shards(Bridge(), [nn.ModuleList([model])])  # in a wrapper
 
