@@ -199,8 +199,10 @@ class WholeSteps:
 
     def __init__(self, steps: Any, each: Callable[[int], None]) -> None:
         self.count = self.depth = 0
+        # A pipeline of DeepSpeed has no other step than a whole batch.
+        self._name = "train_batch" if hasattr(type(steps), "train_batch") else "step"
         self._steps = steps
-        call, before = steps.step, getattr(steps, "global_steps", 0)
+        call, before = getattr(steps, self._name), getattr(steps, "global_steps", 0)
 
         @wraps(call)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -213,10 +215,10 @@ class WholeSteps:
                 each(count)
             return result
 
-        steps.step = step
+        setattr(steps, self._name, step)
 
     def remove(self) -> None:
-        del self._steps.step
+        delattr(self._steps, self._name)
 
 
 def stepping(model: object, optimizer: object) -> object:

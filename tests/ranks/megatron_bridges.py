@@ -4,9 +4,14 @@ import re
 from typing import Any, ClassVar
 
 from mbridge.core import LLMBridge
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2moe import Qwen2MoEBridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
 LAYER = "model.layers.{layer_number}."
@@ -17,6 +22,8 @@ ON_HOST: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
     "moe_grouped_gemm": False,
+    "moe_shared_expert_overlap": False,
+    "attention_backend": "auto",
     "moe_token_dispatcher_type": "allgather",  # the other one makes streams
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -39,23 +46,60 @@ class Local(LLMBridge):  # type: ignore[misc]
             self.config, use_transformer_engine=False, vp_stage=vp_stage
         )
 
-
-class LocalQwen3(Local, Qwen3Bridge):  # type: ignore[misc]
-    _MLP_MAPPING = Qwen3Bridge._MLP_MAPPING | {
-        "pre_mlp_layernorm.weight": [LAYER + "post_attention_layernorm.weight"]
-    }
-
-
-class LocalQwen3Moe(Local, Qwen3MoEBridge):  # type: ignore[misc]
     def _weight_name_mapping_mcore_local_to_global(
         self, model: nn.Module, consider_ep: bool = True
     ) -> dict[str, str]:
         names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep)
-        first = self.mpu.ep_rank * self.config.num_moe_experts // self.mpu.ep_size
-        first = first if consider_ep else 0
+        count, first = self.config.num_moe_experts, 0
+        if count and consider_ep:
+            first = self.mpu.ep_rank * count // self.mpu.ep_size
 
         def grouped(found: re.Match[str]) -> str:
             return f"experts.{found[2]}.weight{first + int(found[1])}"
 
         pattern = r"experts\.local_experts\.(\d+)\.(linear_fc.)\.weight"
         return {name: re.sub(pattern, grouped, there) for name, there in names.items()}
+
+
+def local(bridge: Any) -> Any:
+    """Return a bridge of mbridge for local layers, whose norms are modules of their own."""
+    norm = {"pre_mlp_layernorm.weight": [LAYER + "post_attention_layernorm.weight"]}
+    names = {"_MLP_MAPPING": bridge._MLP_MAPPING | norm}
+    return type(f"Local{bridge.__name__}", (Local, bridge), names)
+
+
+class LatentAttention(DotProductAttention):  # type: ignore[misc]
+    """Attention that cannot be computed without Transformer Engine."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        channels = ("k_channels", "v_channels")
+        super().__init__(*given, **{n: one for n, one in named.items() if n not in channels})
+
+
+class LocalDeepseek(local(DeepseekV3Bridge)):  # type: ignore[misc]
+    _ATTENTION_MAPPING = DeepseekV3Bridge._ATTENTION_MAPPING | {
+        "self_attention.kv_layernorm.weight": [LAYER + "self_attn.kv_a_layernorm.weight"],
+        "self_attention.q_layernorm.weight": [LAYER + "self_attn.q_a_layernorm.weight"],
+    }
+
+    @staticmethod
+    def TransformerConfigClass(max_position_embeddings: int, **given: Any) -> Any:  # noqa: N802
+        """As megatron-core 0.16 names its field."""
+        given["original_max_position_embeddings"] = max_position_embeddings
+        return MLATransformerConfig(**given)
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        spec = super()._get_transformer_layer_spec(vp_stage)
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentAttention
+        return spec
+
+
+LocalQwen3 = local(Qwen3Bridge)
+BRIDGES: dict[str, Any] = {
+    "qwen3": LocalQwen3,
+    "qwen3_moe": local(Qwen3MoEBridge),
+    "qwen2_moe": local(Qwen2MoEBridge),
+    "llama": local(LLaMABridge),
+    "deepseek_v3": LocalDeepseek,
+}

@@ -25,6 +25,7 @@ REFUSALS = [
     ("scattered", "rows that are not neighbours", "deltachain push"),
     ("misfit", "this rank holds", "between steps"),
     ("frozen", "is frozen on rank 1, trained on rank 0", "the same weights"),
+    ("expert", "is an expert that other ranks have under the same name", "ep_size=1"),
     ("nothing", "there are no weights", "no rank has any part"),
 ]
 

@@ -478,6 +478,13 @@ def _frozen_on_one() -> nn.Module:
     return module
 
 
+def _expert() -> nn.Module:
+    module = nn.Linear(3, 2)
+    nn.init.ones_(module.weight)  # equal on all ranks at first
+    vars(module.weight)["allreduce"] = False  # as DeepSpeed and megatron-core mark it
+    return module
+
+
 def _meeting() -> MovedExport:
     name = f"copy.{distributed.get_rank()}"
     return MovedExport(
@@ -496,6 +503,7 @@ REFUSED: dict[str, Callable[[], nn.Module | TensorSource]] = {
     "scattered": _scattered,
     "misfit": _misfit,
     "frozen": _frozen_on_one,
+    "expert": _expert,
     "nothing": nn.Identity,
 }
 

@@ -61,6 +61,14 @@ def refuse_model(wrapper: nn.Module, model: nn.Module) -> None:
                 f"{_PUSH}",
             )
     named = list(model.named_parameters())
+    for name, one in named:  # as DeepSpeed and megatron-core mark them
+        if not getattr(one, "allreduce", True) and getattr(one, "group_name", "") != "ep_size_1":
+            raise UnsupportedModelError(
+                f"{name!r} is an expert that other ranks have under the same name, not a copy",
+                hint="use ep_size=1 of DeepSpeed; of Megatron, attach "
+                "deltachain.integrations.megatron.shards(bridge, models); or publish an export "
+                "that yields each expert under a name of its own",
+            )
     adapters = [name or "model" for name, one in model.named_modules() if is_of_peft(one)]
     is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
     adapters += [name for name, _ in named if ".lora_" in name and not is_base_trained]
