@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _QUICK: Final = (wire.StatusRequest, wire.FetchRequest, wire.PollRequest)
-"""Requests that a worker answers at once; all others follow one of them."""
+"""Requests that a worker answers at once."""
 
-
-def _step_limit_s() -> float:
-    """Return the seconds after which vLLM takes a worker that answers no step for dead."""
-    return float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or 300)
+STEP_S: Final = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or 300)
+"""Seconds after which vLLM takes a worker that has not answered for dead."""
 
 
 class VllmEngine:
@@ -108,7 +106,7 @@ class VllmEngine:
         self._wait(self._client.collective_rpc("deltachain_settle"))
 
     async def _send(self, request: wire.RankRequest) -> Sequence[str]:
-        limit_s = _step_limit_s() if isinstance(request, _QUICK) else None
+        limit_s = STEP_S if isinstance(request, _QUICK) else None
         return await call_workers(self._client, HANDLE, wire.encode(request), limit_s=limit_s)
 
     async def _swap(self, request: wire.SwapRequest) -> Sequence[str]:
