@@ -50,6 +50,7 @@ FILES: Final = "files"
 TRANSPORT: Final = "transport"
 
 NEEDED: Final = {Role.PUBLISHER: ("torch",), Role.FOLLOWER: ()}  # extras, whatever the URL
+UNUSED: Final = {Role.PUBLISHER: (), Role.FOLLOWER: ("quantization", "trl")}  # of extras
 
 ENGINES: Final = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 
@@ -79,7 +80,10 @@ def check_packages(role: Role) -> Iterator[Finding]:
         if installed is not None and _numbers(installed) < _numbers(match["floor"]):
             wanted = f"{match['name']}>={match['floor']}"
             said = f"{match['name']} {installed} is older than {match['floor']}"
-            yield fault(PACKAGES, said, f'pip install "{wanted}"')
+            if match["extra"] in UNUSED[role]:
+                yield note(PACKAGES, said)  # an engine may pin it
+            else:
+                yield fault(PACKAGES, said, f'pip install "{wanted}"')
     for extra in NEEDED[role]:
         if extra in absent:
             hint = f"pip install 'deltachain[{extra}]'"

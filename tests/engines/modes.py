@@ -38,8 +38,8 @@ from examples.demo.online.processes import free_port
 from tests.engines import strikes
 from tests.engines.expected import Judge
 from tests.engines.replica import Replica, error_of
-from tests.engines.serving import ENGINE, HOST, ROOT, Server, answers, prompt, start
-from tests.engines.test_nodes import ADDRESS, second_node
+from tests.engines.serving import ENGINE, HOST, ROOT, STOP_S, Server, answers, prompt, start
+from tests.engines.test_nodes import ADDRESS, SILENT_S, second_node
 from tests.engines.test_server_load import STALE, Trial, checked
 from tests.engines.test_server_outages import PLAIN, with_heads
 from tests.engines.test_server_stages import EXPERTS, STAGES
@@ -423,7 +423,7 @@ class Trying:
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
             time.sleep(0.1)
-        for answer in self.last.last_words([5, 6, 7]):
+        for answer in self.last.last_words([5, 6, 7], SILENT_S if self.mode.node else STOP_S):
             if not self.mode.fresh:
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))

@@ -68,9 +68,9 @@ class Replica:
         ]
         return right == [version]
 
-    def last_words(self, asked: list[int]) -> list[Generated]:
+    def last_words(self, asked: list[int], within_s: float = STOP_S) -> list[Generated]:
         """Return what it answers, once a rank was killed, until it ends."""
-        client, until, said = self.server.client, time.monotonic() + STOP_S, []
+        client, until, said = self.server.client, time.monotonic() + within_s, []
         client.timeout, usual = 2, client.timeout
         while self.server.alive and time.monotonic() < until:
             with suppress(httpx.TransportError, AssertionError):

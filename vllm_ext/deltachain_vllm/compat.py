@@ -66,18 +66,21 @@ async def call_engines(client: Any, method: str) -> list[str]:
     return [await core.call_utility_async(method)]
 
 
-async def call_workers(client: Any, method: str, *args: str) -> list[Any]:
+async def call_workers(
+    client: Any, method: str, *args: str, limit_s: float | None = None
+) -> list[Any]:
     """Call a method of every worker; return all replies, engine by engine.
 
-    vLLM's ``collective_rpc`` calls all engines, and returns the replies of the first one.
+    vLLM's ``collective_rpc`` calls all engines, and returns the replies of the first one. Without a
+    limit an engine waits forever for a worker of another node that has ended, and does no step.
     """
     call_all = getattr(getattr(client, "engine_core", None), "call_utility_all_async", None)
     if call_all is not None:
-        engines = await call_all("collective_rpc", method, None, args, None)
+        engines = await call_all("collective_rpc", method, limit_s, args, None)
         return [reply for replies in engines for reply in replies]
     if client.vllm_config.parallel_config.data_parallel_size > 1:
         raise EngineVersionError("this vLLM returns replies of its first data-parallel engine only")
-    found: list[Any] = await client.collective_rpc(method, args=args)
+    found: list[Any] = await client.collective_rpc(method, limit_s, args)
     return found
 
 

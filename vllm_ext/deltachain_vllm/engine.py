@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_QUICK: Final = (wire.StatusRequest, wire.FetchRequest, wire.PollRequest)
+"""Requests that a worker answers at once."""
+
+STEP_S: Final = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or 300)
+"""Seconds after which vLLM takes a worker that has not answered for dead."""
+
 
 class VllmEngine:
     """A vLLM server as an engine; its methods are not for the thread of its event loop.
@@ -100,7 +106,8 @@ class VllmEngine:
         self._wait(self._client.collective_rpc("deltachain_settle"))
 
     async def _send(self, request: wire.RankRequest) -> Sequence[str]:
-        return await call_workers(self._client, HANDLE, wire.encode(request))
+        limit_s = STEP_S if isinstance(request, _QUICK) else None
+        return await call_workers(self._client, HANDLE, wire.encode(request), limit_s=limit_s)
 
     async def _swap(self, request: wire.SwapRequest) -> Sequence[str]:
         try:

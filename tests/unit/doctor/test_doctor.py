@@ -231,6 +231,16 @@ def test_a_wrong_package_is_named(  # noqa: PLR0917
     assert found.hint
 
 
+def test_an_old_package_that_an_engine_pins_is_no_fault_of_a_follower(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_package(tmp_path / "site", "compressed_tensors", version="0.17.0")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert faults(chain) == []
+    said = [found.said for found in faults(chain, PUBLISHER)]
+    assert "compressed-tensors 0.17.0 is older than 0.18" in said
+
+
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
 
 

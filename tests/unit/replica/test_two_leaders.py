@@ -2,10 +2,12 @@
 
 import errno
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltachain.codec import Part
 from deltachain.errors import (
     ApplyError,
     ChainError,
@@ -22,7 +25,7 @@ from deltachain.errors import (
     PartialApplyError,
 )
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica import messages, spool
+from deltachain.replica import fetcher, messages, spool
 from deltachain.replica.fetcher import folder_id, hosts_of, sees_probe, shown
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import RankSettings, ReplicaSettings
@@ -32,8 +35,10 @@ from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber, history
 from deltachain.types import StateDigest
 from tests.support.engine import HOSTED, Sharding, save, trained
+from tests.support.faults import FaultyStore
 from tests.support.models import train_
 from tests.support.values import present
+from tests.unit.replica import replicas
 from tests.unit.replica.rank_process import RankProcess
 from tests.unit.replica.replicas import Followed
 
@@ -263,6 +268,33 @@ def test_a_rank_that_cannot_open_the_store_says_so(followed: Build, tmp_path: Pa
     with pytest.raises(ApplyError, match=r"no rank on .* could fetch: rank 1:"):
         here.subscriber.update()
     assert here.engine.bits() == before
+
+
+def test_a_host_reads_its_own_objects_and_the_directories_of_others(
+    followed: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "PublishConfig", partial(PublishConfig, part_nbytes=1 << 12))
+    monkeypatch.setattr(fetcher, "FRONT", 1 << 11)
+    here = followed(Sharding(pp=2, layers=8, untied=True))
+    keep_spools_of_rank_1_in(here, tmp_path / "elsewhere")
+    fronts: Counter[str] = Counter()
+
+    def counted(key: str, start: int, length: int) -> bytes:
+        fronts[key] += length
+        return here.store.get_range(key, start, length)
+
+    store = FaultyStore(here.store)
+    monkeypatch.setattr(store, "get_range", counted)
+    monkeypatch.setattr(fetcher, "open_store", lambda _: store)
+    here.subscriber._poison()
+    assert present(here.subscriber.update()).plan.startswith("nothing")
+    assert here.holds(0)
+    own = ("embed", "head", "norm", *(f"layers.{layer}." for layer in range(4, 8)))
+    refs = {ref.key: ref for ref in here.subscriber.chain.read(0).manifest.edge.parts}
+    parts = {key: Part.from_bytes(here.store.get(key)) for key in refs}
+    mine = {key for key, part in parts.items() if any(row.startswith(own) for row in part.rows)}
+    assert set(store.keys_read) == mine < refs.keys()
+    assert all(part.front_nbytes <= fronts[key] <= 1 << 11 for key, part in parts.items())
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
