@@ -422,7 +422,8 @@ class Trying:
         until = time.monotonic() + 120
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
-            time.sleep(0.1)
+            time.sleep(0.01)
+        log(f"not ready {self.last.ready_for():.2f} s after the kill")
         for answer in self.last.last_words([5, 6, 7]):
             if not self.mode.fresh:
                 judge = self.last.judge(int(answer.spans[0][2]))

@@ -267,6 +267,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return SimpleNamespace(
         offload_tags=set(),
         tp_worker=SimpleNamespace(model_runner=runner),
+        draft_worker=None,
         scheduler=scheduler,
         is_fully_idle=scheduler.is_fully_idle,
         flush_cache=scheduler.flush_cache,
@@ -284,6 +285,10 @@ def test_a_request_is_answered_for_all_ranks(manager: Any) -> None:
     assert (found.status, [reply.rank for reply in found.replies]) == ("answered", [0, 1])
     assert isinstance(found.replies[0], Refusal)
     assert "another leader" in found.replies[0].message  # nobody has attached
+    assert found.replies[0].draft == ""
+    drafting = ("draft", SimpleNamespace(model=nn.Linear(2, 2)))
+    manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: [drafting])
+    assert asked(manager, question()).replies[0].draft == "Linear keeps its weights"
 
 
 @pytest.mark.parametrize(
@@ -438,7 +443,12 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", module)
     monkeypatch.setattr(compat, "named", lambda: "6")
 
-    def rename(*requests: Any, chunked: Any = None, version: str | None = "7") -> None:
+    def rename(
+        *requests: Any,
+        chunked: Any = None,
+        version: str | None = "7",
+        accepted: list[int] | None = None,
+    ) -> None:
         def record(scheduler: Any, new_version: str | None) -> None:
             del scheduler, new_version
             for request in requests:
@@ -446,9 +456,13 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                     event = Event("6", len(request.output_ids))
                     request.weight_version_events.append(event)
 
-        queue = [(SimpleNamespace(reqs=list(requests)), None)]
+        event = mock.Mock()
+        lens = None if accepted is None else mock.Mock(tolist=lambda: accepted)
+        step = SimpleNamespace(accept_lens=lens, copy_done=event)
+        queue = [(SimpleNamespace(reqs=list(requests)), step)]
         scheduler = SimpleNamespace(result_queue=queue, chunked_req=chunked)
         ranks.on_name(record, scheduler, version)
+        assert event.synchronize.called == (lens is not None and version == "7")
 
     return rename
 
@@ -458,6 +472,13 @@ def test_a_step_that_is_not_handed_out_keeps_its_label(renamed: Callable[..., No
     renamed(running, first)
     assert running.weight_version_events == [("6", 5)]
     assert first.weight_version_events == [("6", 1)], "its prompt was computed by version 6"
+
+
+def test_a_step_with_drafts_labels_each_accepted_token(renamed: Callable[..., None]) -> None:
+    running, others = request_of(4), request_of(2)
+    renamed(running, others, accepted=[3, 1])
+    assert running.weight_version_events == [("6", 7)]
+    assert others.weight_version_events == [("6", 3)]
 
 
 def test_a_request_without_a_token_is_labelled_with_the_version_of_its_prompt(
