@@ -190,10 +190,12 @@ def _made(step: Any, requests: int) -> list[int]:
     return [int(count) for count in step.accept_lens.tolist()]
 
 
-def drafts(manager: Any) -> list[Any]:
-    """Return the models that draft for the one of a scheduler."""
+def drafts(manager: Any) -> str:
+    """Return which models draft for a scheduler and what they follow; empty if none does."""
     worker = manager.draft_worker
-    return [runner.model for _, runner in worker.weight_update_runners()] if worker else []
+    runners = worker.weight_update_runners() if worker else ()
+    names = sorted({type(runner.model).__name__ for _, runner in runners})
+    return f"{', '.join(names)} keeps its weights" if names else ""
 
 
 def oldest(scheduler: Any) -> str:

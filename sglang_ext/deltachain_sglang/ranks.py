@@ -177,10 +177,7 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         return SchedulerReply()
     if asked.salt:
         cache_salts.renew(manager.scheduler, asked.salt)
-    mine = service.handle(asked.request)
-    if drafts := compat.drafts(manager):
-        names = ", ".join(sorted({type(draft).__name__ for draft in drafts}))
-        mine = msgspec.structs.replace(mine, draft=f"{names} keeps its weights")
+    mine = msgspec.structs.replace(service.handle(asked.request), draft=compat.drafts(manager))
     reply = _gathered(wire.encode_reply(mine))
     if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
