@@ -190,12 +190,34 @@ def _made(step: Any, requests: int) -> list[int]:
     return [int(count) for count in step.accept_lens.tolist()]
 
 
+def _drafting(manager: Any) -> list[Any]:
+    """Return the runners of the models that draft for the one of a scheduler."""
+    worker = manager.draft_worker
+    return [runner for _, runner in worker.weight_update_runners()] if worker else []
+
+
+def heads(manager: Any) -> Any:
+    """Return the runner of heads that draft and are in the model's checkpoint; ``None`` for others.
+
+    Heads for chosen tokens alone compute with a copy of the model's rows. The map of experts that
+    move is the model's alone.
+    """
+    target = manager.tp_worker.model_runner
+    found = [
+        runner
+        for runner in _drafting(manager)
+        if runner.model_config.model_path == target.model_config.model_path
+        and type(runner.model) is not type(target.model)
+    ]
+    chosen = context().get_spec().speculative_token_map
+    return found[0] if len(found) == 1 and not chosen and not moves_experts() else None
+
+
 def drafts(manager: Any) -> str:
     """Return which models draft for a scheduler and what they follow; empty if none does."""
-    worker = manager.draft_worker
-    runners = worker.weight_update_runners() if worker else ()
-    names = sorted({type(runner.model).__name__ for _, runner in runners})
-    return f"{', '.join(names)} keeps its weights" if names else ""
+    names = sorted({type(runner.model).__name__ for runner in _drafting(manager)})
+    does = "follows the chain" if names and heads(manager) else "keeps its weights"
+    return f"{', '.join(names)} {does}" if names else ""
 
 
 def oldest(scheduler: Any) -> str:

@@ -163,7 +163,9 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     updater = runner.weight_updater
     service = _SERVICES.of(
         runner.model,
-        lambda: SglangModel(runner.model, updater.model_config, updater.device),
+        lambda: SglangModel(
+            runner.model, updater.model_config, updater.device, compat.heads(manager)
+        ),
         compat.rank_of(),
         RankSettings.of(os.environ),
     )

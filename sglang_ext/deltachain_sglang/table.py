@@ -145,6 +145,11 @@ TABLE: Final = CapabilityTable(
             + names("sglang.srt.arg_groups.fields.memory:Memory.", " ".join(OUTLIVING)),
         ),
         Capability(
+            "updates heads that draft",
+            names("sglang.srt.arg_groups.fields.spec:Spec.", "speculative_token_map")
+            + names(_CONTEXT, "get_spec()"),
+        ),
+        Capability(
             "finds experts that move",
             names(
                 "sglang.srt.eplb.expert_location:",

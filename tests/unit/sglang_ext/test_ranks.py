@@ -35,6 +35,7 @@ from deltachain_sglang import engine as engines
 from deltachain_sglang.model import SglangModel, Shadow
 from deltachain_sglang.ranks import SchedulerReply, SchedulerRequest, decode_scheduler_reply
 from deltachain_sglang.start_check import PAUSES
+from deltachain_sglang.table import MOVING
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.replica.replicas import Followed
 
@@ -262,7 +263,8 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(compat, "forget_embeddings", lambda: forgotten.append(True))
     model = nn.Linear(2, 2)
     updater = SimpleNamespace(model_config=None, device="cpu")
-    runner = SimpleNamespace(model=model, weight_updater=updater)
+    loaded = SimpleNamespace(model_path="base")
+    runner = SimpleNamespace(model=model, weight_updater=updater, model_config=loaded)
     scheduler = Scheduler()
     return SimpleNamespace(
         offload_tags=set(),
@@ -286,9 +288,33 @@ def test_a_request_is_answered_for_all_ranks(manager: Any) -> None:
     assert isinstance(found.replies[0], Refusal)
     assert "another leader" in found.replies[0].message  # nobody has attached
     assert found.replies[0].draft == ""
-    drafting = ("draft", SimpleNamespace(model=nn.Linear(2, 2)))
-    manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: [drafting])
-    assert asked(manager, question()).replies[0].draft == "Linear keeps its weights"
+
+
+@pytest.mark.parametrize(
+    ("draft", "path", "chosen", "does"),
+    [
+        (nn.Identity(), "base", None, "Identity follows the chain"),
+        (nn.Identity(), "base", "tokens.pt", "Identity keeps its weights"),
+        (nn.Identity(), "another", None, "Identity keeps its weights"),
+        (nn.Linear(2, 2), "base", None, "Linear keeps its weights"),  # a whole model
+    ],
+)
+def test_a_reply_says_what_a_draft_follows(
+    manager: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    draft: nn.Module,
+    path: str,
+    chosen: str | None,
+    does: str,
+) -> None:
+    spec = SimpleNamespace(speculative_token_map=chosen)
+    moe = SimpleNamespace(**MOVING)
+    context = SimpleNamespace(get_spec=lambda: spec, get_exec=lambda: SimpleNamespace(moe=moe))
+    monkeypatch.setattr(compat, "context", lambda: context)
+    runner = SimpleNamespace(model=draft, model_config=SimpleNamespace(model_path=path))
+    runners = [("draft", runner)]
+    manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: runners)
+    assert {reply.draft for reply in asked(manager, question()).replies} == {does}
 
 
 @pytest.mark.parametrize(

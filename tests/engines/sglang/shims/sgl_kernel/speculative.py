@@ -20,6 +20,14 @@ def copy_all_layer_kv_cache_cpu(
         cache[target.numpy()] = cache[source.numpy()]
 
 
+def assign_req_to_token_pool_cpu(*given: Any) -> None:
+    pool, table, start, end, found, _ = given
+    rows = zip(pool.tolist(), start, end, strict=True)
+    for row, first, last in rows:
+        table[row, first:last] = found[: last - first].to(table.dtype)
+        found = found[last - first :]
+
+
 def assign_extend_cache_locs_cpu(*given: Any) -> None:
     pool, table, start, end, out, _ = given
     found = [table[p, s:e] for p, s, e in zip(pool.tolist(), start, end, strict=True)]
