@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class WithHeads(nn.Module):
             checkpoint's copies for the heads are unused.
     """
 
-    def __init__(self, model: nn.Module, heads: nn.Module, shared: frozenset[str]) -> None:
+    def __init__(self, model: Any, heads: Any, shared: frozenset[str]) -> None:
         super().__init__()
         vars(self).update(vars(model), _modules={**model._modules, "draft": heads})
         self._loads = model.load_weights, heads.load_weights
@@ -35,11 +36,11 @@ class WithHeads(nn.Module):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Hide from the heads what they share with the model; loads into it are dropped."""
-        heads = self.get_submodule("draft")
+        heads: Any = self.get_submodule("draft")
         held = [
             (heads.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.shared
         ]
-        kept = [module._parameters[name] for module, name in held]
+        kept: list[Any] = [module._parameters[name] for module, name in held]
         try:
             for (module, name), one in zip(held, kept, strict=True):
                 module._parameters[name] = dressed(torch.empty_like(one, device="meta"), one)

@@ -143,5 +143,4 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, *given: Any) -> None:
         out[n] = _attend(query[n : n + 1], keys[at], values[at], scale, None)[0]
 
 
-torch.ops.sgl_kernel.extend_attention_cpu = _extend  # type: ignore[assignment]
-torch.ops.sgl_kernel.decode_attention_cpu = _decode  # type: ignore[assignment]
+vars(torch.ops.sgl_kernel).update(extend_attention_cpu=_extend, decode_attention_cpu=_decode)
