@@ -229,9 +229,10 @@ class SglangModel:
 
     def __init__(self, model: nn.Module, config: Any, device: str, heads: Any = None) -> None:
         compat.check_experts()
-        loading.guard(model)
-        self.model = with_heads(model, heads.model) if heads else model
         self._loaded = {"": model} | ({"draft.": heads.model} if heads else {})
+        for one in self._loaded.values():
+            loading.guard(one)
+        self.model = with_heads(model, heads.model) if heads else model
         self._heads, self._config = heads, config
         self._device = torch.device(device)
         self._known: dict[str, frozenset[str]] = {}
