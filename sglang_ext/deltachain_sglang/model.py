@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
+from deltachain.replica.layout.heads import WithHeads
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.model_state import fixed_rows, is_plain, layer_of, processed
@@ -17,7 +18,6 @@ from deltachain.replica.layout.module_members import Members, MemoryIndex, dress
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat, loading
-from .heads import WithHeads, with_heads
 
 # SGLang packs layers in place, and most of that cannot be reversed. The second model is of the same
 # kind and on the meta device, as SGLang creates one before loading. Layers are given memory there,
@@ -232,7 +232,7 @@ class SglangModel:
         self._loaded = {"": model} | ({"draft.": heads.model} if heads else {})
         for one in self._loaded.values():
             loading.guard(one)
-        self.model = with_heads(model, heads.model) if heads else model
+        self.model = WithHeads(model, heads.model) if heads else model
         self._heads, self._config = heads, config
         self._device = torch.device(device)
         self._known: dict[str, frozenset[str]] = {}
@@ -334,7 +334,7 @@ class SglangModel:
         try:
             raw = loading.raw(self._config)
             if isinstance(self.model, WithHeads):
-                raw = WithHeads(raw, loading.raw(self._heads.model_config), self.model.shared)
+                raw = WithHeads(raw, loading.raw(self._heads.model_config), self.model)
         except Exception as exc:  # noqa: BLE001 - any model of SGLang may need memory in construction
             logger.info("SGLang makes no %s without memory: %s", type(self.model).__name__, exc)
             return None

@@ -13,13 +13,13 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
+from deltachain.replica.layout.heads import WithHeads
 from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
 from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.module_members import Members, storage_id, tensors_in
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat, moving_experts
-from .heads import WithHeads
 from .layer_outputs import compared, computed, is_compared, taken_over
 from .repacking import address_of, loaded_apart, repack
 from .scales import owned, uncaptured
@@ -127,7 +127,8 @@ class VllmModel:
         self.draft = draft
         self._balancer, self._loaded = balancer, {"": model}
         if draft is not None and compat.has_heads(config):
-            self.model, self.draft = WithHeads(model, draft), None
+            own = {"partly": compat.some_heads, "own_loader": compat.own_loader}
+            self.model, self.draft = WithHeads(model, draft, **own), None
             self._loaded["draft."] = draft
 
     @property
