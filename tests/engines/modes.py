@@ -431,8 +431,11 @@ class Trying:
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
             time.sleep(0.01)
-        log(f"not ready {self.last.ready_for():.2f} s after the kill")
-        for answer in self.last.last_words([5, 6, 7]):
+        with ThreadPoolExecutor(1) as pool:
+            ready = pool.submit(self.last.ready_for)
+            words = self.last.last_words([5, 6, 7])
+        log(f"not ready {ready.result():.2f} s after the kill")
+        for answer in words:
             if not self.mode.fresh:
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))

@@ -13,7 +13,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
-from deltachain.replica.layout.heads import WithHeads
 from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
 from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.module_members import Members, storage_id, tensors_in
@@ -127,8 +126,7 @@ class VllmModel:
         self.draft = draft
         self._balancer, self._loaded = balancer, {"": model}
         if draft is not None and compat.has_heads(config):
-            own = {"partly": compat.some_heads, "own_loader": compat.own_loader}
-            self.model, self.draft = WithHeads(model, draft, **own), None
+            self.model, self.draft = compat.with_heads(model, draft), None
             self._loaded["draft."] = draft
 
     @property

@@ -37,8 +37,9 @@ class WithHeads(nn.Module):
         vars(self).update(vars(model), _modules={**model._modules, "draft": heads})
         self._loads: Any = (model.load_weights, heads.load_weights)
         self._partly, self._own_loader = partly, own_loader
-        own, all_names = {id(one) for one in model.parameters()}, {"remove_duplicate": False}
-        shared = [n for n, one in heads.named_parameters(**all_names) if id(one) in own]
+        own = {id(one) for one in model.parameters()}
+        theirs = heads.named_parameters(remove_duplicate=False)
+        shared = [name for name, one in theirs if id(one) in own]
         self._shared: list[str] = like._shared if like else shared
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
