@@ -66,10 +66,11 @@ class CapabilityTable:
         for row, names in self.lacks().items():
             if row.needed_by in uses if row.needed_by else not row.without:
                 lost = f": {row.without}" if row.without else ""
+                others = [one for one in self.tested if one != installed]
                 raise EngineVersionError(
                     f"{self.engine} {installed} has no {', '.join(names)}, by which deltachain "
                     f"{row.does}{lost}",
-                    hint=f"install a release of it that was run: {', '.join(self.tested)}",
+                    hint=f"install a release of it that was run: {', '.join(others)}",
                 )
 
     def remarks(self, installed: str) -> Iterator[str]:

@@ -170,15 +170,54 @@ def credit(scheduler: Any, version: str) -> None:
     started = scheduler.chunked_req
     if started is not None and not started.output_ids:
         started.weight_version_events.append(WeightVersionEvent(version, 0))
-    for batch, _ in getattr(scheduler, "result_queue", ()):
-        for request in batch.reqs:
+    for batch, step in getattr(scheduler, "result_queue", ()):
+        for request, made in zip(batch.reqs, _made(step, len(batch.reqs)), strict=True):
             if request is scheduler.chunked_req or request.finished():
                 continue  # its step generates no token
             events, count = request.weight_version_events, len(request.output_ids)
             if count and events and events[-1].num_output_tokens == count:
                 events.pop()
-            event = WeightVersionEvent(old_version=version, num_output_tokens=count + 1)
+            event = WeightVersionEvent(old_version=version, num_output_tokens=count + made)
             events.append(event)
+
+
+def _made(step: Any, requests: int) -> list[int]:
+    """Return how many tokens a step made for each request: drafts may make it several."""
+    if step.accept_lens is None:
+        return [1] * requests
+    if step.copy_done is not None:
+        step.copy_done.synchronize()
+    return [int(count) for count in step.accept_lens.tolist()]
+
+
+def _drafting(manager: Any) -> list[Any]:
+    """Return the runners of the models that draft for the one of a scheduler."""
+    worker = manager.draft_worker
+    return [runner for _, runner in worker.weight_update_runners()] if worker else []
+
+
+def heads(manager: Any) -> Any:
+    """Return the runner of heads that draft and are in the model's checkpoint; ``None`` for others.
+
+    Heads for chosen tokens alone compute with a copy of the model's rows. The map of experts that
+    move is the model's alone.
+    """
+    target = manager.tp_worker.model_runner
+    found = [
+        runner
+        for runner in _drafting(manager)
+        if runner.model_config.model_path == target.model_config.model_path
+        and type(runner.model) is not type(target.model)
+    ]
+    chosen = context().get_spec().speculative_token_map
+    return found[0] if len(found) == 1 and not chosen and not moves_experts() else None
+
+
+def drafts(manager: Any) -> str:
+    """Return which models draft for a scheduler and what they follow; empty if none does."""
+    names = sorted({type(runner.model).__name__ for runner in _drafting(manager)})
+    does = "follows the chain" if names and heads(manager) else "keeps its weights"
+    return f"{', '.join(names)} {does}" if names else ""
 
 
 def oldest(scheduler: Any) -> str:
@@ -284,7 +323,6 @@ def check_layout(mode: str) -> None:
             hint="start it without --enable-dp-attention-local-control-broadcast",
         )
     check_experts()
-    _check_speculation(context().get_spec().speculative_algorithm)
     if context().get_disagg().disaggregation_mode != "null":
         raise UnsupportedEngineError(
             "this server has other servers fill its caches, or fills theirs",
@@ -324,18 +362,6 @@ def moves_experts() -> bool:
     """Return whether experts are copied, moved, or in other slots than in the checkpoint."""
     moe = context().get_exec().moe
     return any(getattr(moe, name) != usual for name, usual in MOVING.items())
-
-
-def _check_speculation(algorithm: str | None) -> None:
-    if not algorithm:
-        return
-    raise UnsupportedEngineError(
-        "this server speculates by n-grams: one step makes several tokens, and those under way at "
-        "a swap cannot be labelled with their version"
-        if algorithm.upper() == "NGRAM"
-        else f"this server speculates by {algorithm} with a draft model, which follows no chain",
-        hint="start it without --speculative-algorithm",
-    )
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
+from deltachain.replica.layout.heads import WithHeads
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.model_state import fixed_rows, is_plain, layer_of, processed
@@ -221,11 +222,18 @@ logger = logging.getLogger(__name__)
 
 
 class SglangModel:
-    def __init__(self, model: nn.Module, config: Any, device: str) -> None:
+    """A rank's model as an ``EngineModel``, with the ``heads`` of its checkpoint that draft for it.
+
+    ``heads`` is their ``ModelRunner``, as SGLang names it; nothing is loaded into other drafts.
+    """
+
+    def __init__(self, model: nn.Module, config: Any, device: str, heads: Any = None) -> None:
         compat.check_experts()
-        loading.guard(model)
-        self.model = model
-        self._config = config
+        self._loaded = {"": model} | ({"draft.": heads.model} if heads else {})
+        for one in self._loaded.values():
+            loading.guard(one)
+        self.model = WithHeads(model, heads.model) if heads else model
+        self._heads, self._config = heads, config
         self._device = torch.device(device)
         self._known: dict[str, frozenset[str]] = {}
         self._slots = self.slots()  # while these layers are known
@@ -301,7 +309,8 @@ class SglangModel:
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        return made_by_running(self.model)
+        loaded = self._loaded.items()
+        return frozenset(prefix + name for prefix, one in loaded for name in made_by_running(one))
 
     def is_plain(self, layer: str) -> bool:
         found = self.model.get_submodule(layer)
@@ -324,6 +333,8 @@ class SglangModel:
     def _shadow(self) -> Shadow | None:
         try:
             raw = loading.raw(self._config)
+            if isinstance(self.model, WithHeads):
+                raw = WithHeads(raw, loading.raw(self._heads.model_config), self.model)
         except Exception as exc:  # noqa: BLE001 - any model of SGLang may need memory in construction
             logger.info("SGLang makes no %s without memory: %s", type(self.model).__name__, exc)
             return None

@@ -163,7 +163,9 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     updater = runner.weight_updater
     service = _SERVICES.of(
         runner.model,
-        lambda: SglangModel(runner.model, updater.model_config, updater.device),
+        lambda: SglangModel(
+            runner.model, updater.model_config, updater.device, compat.heads(manager)
+        ),
         compat.rank_of(),
         RankSettings.of(os.environ),
     )
@@ -177,7 +179,8 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         return SchedulerReply()
     if asked.salt:
         cache_salts.renew(manager.scheduler, asked.salt)
-    reply = _gathered(wire.encode_reply(service.handle(asked.request)))
+    mine = msgspec.structs.replace(service.handle(asked.request), draft=compat.drafts(manager))
+    reply = _gathered(wire.encode_reply(mine))
     if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
     if asked.flush and not any(isinstance(one, wire.Refusal) for one in reply.replies):

@@ -50,7 +50,7 @@ TABLE: Final = CapabilityTable(
             "asks its schedulers",
             names(
                 _UPDATER,
-                "check_weights(recv_req) tp_worker scheduler offload_tags "
+                "check_weights(recv_req) tp_worker draft_worker scheduler offload_tags "
                 "is_fully_idle(ignore_waiting) flush_cache(empty_cache)",
             )
             + names(_SCHEDULER, "grammar_manager _engine_paused")
@@ -85,6 +85,7 @@ TABLE: Final = CapabilityTable(
                 "collect_inflight_reqs()",
             )
             + names("sglang.srt.managers.schedule_batch:", "Req.weight_version_events")
+            + names("sglang.srt.managers.utils:GenerationBatchResult.", "accept_lens copy_done")
             + names(
                 "sglang.srt.utils.weight_versions:",
                 "WeightVersionEvent(old_version,num_output_tokens)",
@@ -131,17 +132,22 @@ TABLE: Final = CapabilityTable(
         ),
         Capability(
             "refuses arrangements that no update reaches",
-            names(_CONTEXT, "get_exec() get_spec() get_disagg() get_memory()")
+            names(_CONTEXT, "get_exec() get_disagg() get_memory()")
             + names(
                 "sglang.srt.arg_groups.fields.",
                 "parallel:Parallel.dp_size parallel:Parallel.pp_size "
                 "parallel:Parallel.enable_dp_attention_local_control_broadcast "
-                "spec:Spec.speculative_algorithm disagg:Disagg.disaggregation_mode "
+                "disagg:Disagg.disaggregation_mode "
                 "serving:Serving.enable_streaming_session serving:Serving.tokenizer_worker_num "
                 "model:Model.weight_cache_mode",
             )
             + names("sglang.srt.arg_groups.fields.exec_:ExecMoe.", " ".join(MOVING | REPLACING))
             + names("sglang.srt.arg_groups.fields.memory:Memory.", " ".join(OUTLIVING)),
+        ),
+        Capability(
+            "updates heads that draft",
+            names("sglang.srt.arg_groups.fields.spec:Spec.", "speculative_token_map")
+            + names(_CONTEXT, "get_spec()"),
         ),
         Capability(
             "finds experts that move",

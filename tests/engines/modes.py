@@ -222,7 +222,12 @@ NODES: Final = ("--nnodes", "2", *ADDRESS, "PORT" if ENGINE == "vllm" else f"{HO
 MOE: Final = partial(Trainer, family="qwen3_moe", steps=4)
 LLAMA: Final = partial(Trainer, family="llama", steps=2)
 LORA: Final = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "policy=ADAPTER")
-EAGLE: Final = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1")
+# Drafts of SGLang need its attention for AMX, which the tests have in torch, and more memory.
+AMX: Final = (
+    *("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"),
+    *("--mem-fraction-static", "0.95", "--speculative-num-draft-tokens", "2"),
+)
+EAGLE: Final = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1", *AMX)
 DRAFT: Final = ("--speculative-draft-model-path", "BASE")
 SLOTS: Final = json.dumps({"physical_to_logical_map": [[2, 0, 3, 1, 1, 2], [3, 2, 1, 0, 0, 3]]})
 """Experts of the two layers of ``MOE`` in SGLang's slots, some of them twice."""
@@ -279,12 +284,15 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},  # a token ends it
             fresh="bits",
         ),
-        "drafts: ngram": Mode(arguments=("--speculative-algorithm", "NGRAM")),
+        "drafts: ngram": Mode(arguments=("--speculative-algorithm", "NGRAM", *AMX)),
         "drafts: head in the chain": Mode(
-            arguments=("--speculative-algorithm", "EAGLE", *EAGLE), make=Headed
+            arguments=("--speculative-algorithm", "EAGLE", *EAGLE),
+            make=Headed,
+            act=partial(tells_draft, does="follows the chain"),
         ),
         "drafts: a model": Mode(
-            arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE)
+            arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE),
+            act=partial(tells_draft, does="keeps its weights"),
         ),
         "`--ep-num-redundant-experts`, `--init-expert-location`": Mode(
             make=MOE,
@@ -422,8 +430,13 @@ class Trying:
         until = time.monotonic() + 120
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
-            time.sleep(0.1)
-        for answer in self.last.last_words([5, 6, 7], SILENT_S if self.mode.node else STOP_S):
+            time.sleep(0.01)
+        within_s = SILENT_S if self.mode.node else STOP_S
+        with ThreadPoolExecutor(1) as pool:
+            ready = pool.submit(self.last.ready_for, within_s)
+            words = self.last.last_words([5, 6, 7], within_s)
+        log(f"not ready {ready.result():.2f} s after the kill")
+        for answer in words:
             if not self.mode.fresh:
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))

@@ -68,6 +68,16 @@ class Replica:
         ]
         return right == [version]
 
+    def ready_for(self, within_s: float) -> float:
+        """Return for how many seconds it is still ready, once a rank was killed."""
+        client, began, last = self.server.client, time.monotonic(), 0.0
+        client.timeout, usual = 2, client.timeout
+        while self.server.alive and 200 in self.server.readiness():
+            last = time.monotonic() - began
+            assert last < within_s, "it stays ready without a rank"
+        client.timeout = usual
+        return last
+
     def last_words(self, asked: list[int], within_s: float = STOP_S) -> list[Generated]:
         """Return what it answers, once a rank was killed, until it ends."""
         client, until, said = self.server.client, time.monotonic() + within_s, []

@@ -29,8 +29,8 @@ from tests.engines.serving import ENGINE, PAUSES, prompt, start
 from tests.engines.trainer import Trained, Trainer, train
 from tests.support.seaweed import Seaweed
 
-PLAIN: Final = {"vllm": "deepseek_v3_wide", "sglang": "glm4_moe"}
-WITH_HEADS: Final = {"vllm": "deepseek_v3_mtp", "sglang": "glm4_moe_mtp"}
+PLAIN: Final = {"vllm": "deepseek_v3_wide", "sglang": "qwen2"}
+WITH_HEADS: Final = {"vllm": "deepseek_v3_mtp", "sglang": "mimo"}
 """Families that the engine can generate with on a CPU, without such heads and with them."""
 
 

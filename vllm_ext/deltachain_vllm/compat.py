@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from types import MethodType
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
+from deltachain.replica.layout.heads import WithHeads
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
 from .table import BALANCED, TABLE
@@ -126,12 +127,11 @@ def has_heads(config: Any) -> bool:
     )
 
 
-def some_heads() -> AbstractContextManager[None]:
-    """Return a context in which heads may load some of their tensors without the others."""
+def with_heads(model: Any, heads: Any) -> WithHeads:
+    """Return a model with its heads, which may load some of their tensors without the others."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-    found: AbstractContextManager[None] = disable_mtp_completeness_check()
-    return found
+    return WithHeads(model, heads, partly=disable_mtp_completeness_check, own_loader=own_loader)
 
 
 _HOOKED: Final = "deltachain_hooked"

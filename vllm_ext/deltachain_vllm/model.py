@@ -19,7 +19,6 @@ from deltachain.replica.layout.module_members import Members, storage_id, tensor
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat, moving_experts
-from .heads import WithHeads
 from .layer_outputs import compared, computed, is_compared, taken_over
 from .repacking import address_of, loaded_apart, repack
 from .scales import owned, uncaptured
@@ -127,7 +126,7 @@ class VllmModel:
         self.draft = draft
         self._balancer, self._loaded = balancer, {"": model}
         if draft is not None and compat.has_heads(config):
-            self.model, self.draft = WithHeads(model, draft), None
+            self.model, self.draft = compat.with_heads(model, draft), None
             self._loaded["draft."] = draft
 
     @property

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import torch
 from torch import nn
@@ -44,10 +45,12 @@ def load_in_context(
     plain_experts: bool = False,
     way: str = "tp",
     redundant: int = 0,
+    heads: bool = False,
 ) -> Iterator[tuple[Any, nn.Module]]:
     """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
 
-    Ranks are stages (``pp``) or shards, of experts as a whole (``ep``) or in part.
+    Ranks are stages (``pp``) or shards, of experts as a whole (``ep``) or in part. With ``heads``,
+    those of the checkpoint draft.
     """
     del plain_linears, plain_experts
     _bring_up(checkpoint, tp, rank, way, redundant)
@@ -57,21 +60,33 @@ def load_in_context(
     from sglang.srt.distributed import bootstrap
     from sglang.srt.model_loader import get_model_loader
 
-    config = ModelConfig.from_server_args(
-        _arguments(checkpoint, tp, way), model_path=str(checkpoint)
-    )
+    named = {"model_path": str(checkpoint)}
+    config = ModelConfig.from_server_args(_arguments(checkpoint, tp, way), **named)
     bootstrap.init_layer_runtime(model_config=config)
     if redundant:
         from sglang.srt.eplb import expert_location
 
         where = expert_location.ExpertLocationMetadata.init_trivial(config, rank)
         expert_location.set_global_expert_location_metadata(where, allow_overwrite=True)
-    load = LoadConfig()
-    made = get_model_loader(load_config=load, model_config=config)
-    with _filled():
-        model: nn.Module = made.load_model(
-            model_config=config, device_config=DeviceConfig("cpu", 0)
+
+    def loaded(config: Any) -> nn.Module:
+        loader = get_model_loader(load_config=LoadConfig(), model_config=config)
+        with _filled():
+            made: nn.Module = loader.load_model(
+                model_config=config, device_config=DeviceConfig("cpu", 0)
+            )
+        return made
+
+    model: Any = loaded(config)
+    if heads:
+        theirs = ModelConfig.from_server_args(
+            _arguments(checkpoint, tp, way), is_draft_model=True, **named
         )
+        draft: Any = loaded(theirs)
+        with patch.multiple(torch.cuda, empty_cache=DEFAULT, synchronize=DEFAULT):
+            draft.set_embed_and_head(*model.get_embed_and_head())  # as SGLang's workers do
+        model = nn.ModuleDict({"model": model, "draft": draft})
+        model.heads = SimpleNamespace(model=draft, model_config=theirs)
     yield config, model
 
 
@@ -90,6 +105,8 @@ def _filled() -> Iterator[None]:
 def known(config: Any, model: nn.Module) -> EngineModel:
     from deltachain_sglang.model import SglangModel
 
+    if isinstance(model, nn.ModuleDict):
+        return SglangModel(model["model"], config, "cpu", model.heads)
     return SglangModel(model, config, "cpu")
 
 

@@ -112,7 +112,6 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     options: dict[str, Any] = {
         "enable_dp_attention_local_control_broadcast": False,
         "pp_size": 1,
-        "speculative_algorithm": None,
         "disaggregation_mode": "null",
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
@@ -128,7 +127,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     options["moe"] = Bag()
     for getter in (
-        "get_parallel", "get_spec", "get_disagg", "get_memory", "get_model", "get_exec",
+        "get_parallel", "get_disagg", "get_memory", "get_model", "get_exec",
         "get_serving",
     ):  # fmt: skip
         assert callable(getattr(runtime_context, getter))
@@ -141,8 +140,6 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         ("enable_dp_attention_local_control_broadcast", True, "would wait for others"),
         ("pp_size", 2, "pp_size 2"),
-        ("speculative_algorithm", "EAGLE", "by EAGLE with a draft model"),
-        ("speculative_algorithm", "NGRAM", "by n-grams: .* cannot be labelled"),
         ("disaggregation_mode", "prefill", "other servers fill its caches"),
         ("enable_hierarchical_cache", True, "outlive the weights"),
         ("enable_lmcache", True, "outlive the weights"),

@@ -73,6 +73,15 @@ def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
     Row(**examine(0, family)).checked(followed=True)
 
 
+@pytest.mark.parametrize(("family", "unused"), [("mimo", 0), ("glm4_moe_mtp", 2)])
+def test_heads_that_draft_are_followed_but_for_copies_of_what_they_share(
+    family: str, unused: int
+) -> None:
+    row = Row(**examine(0, family, heads=True))
+    row.checked(followed=True)
+    assert row.classes.get("unused", 0) == unused
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*OTHERS, *SEEN])
 def test_tensors_of_unusual_families_are_followed_or_unused(family: str) -> None:

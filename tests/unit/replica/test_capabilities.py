@@ -136,6 +136,9 @@ def test_a_missing_name_is_refused_by_the_uses_that_need_it_and_else_told(
             TABLE.check("0.3.1", ["", use])
         assert f"Enginely 0.3.1 has no {name}, by which deltachain" in str(caught.value)
         assert caught.value.hint == "install a release of it that was run: 0.3, 0.4"
+        with pytest.raises(EngineVersionError) as caught:
+            TABLE.check("0.3", ["", use])
+        assert caught.value.hint == "install a release of it that was run: 0.4"
     assert list(TABLE.remarks("0.3.1")) == (
         [f"Enginely 0.3.1 has no {name}: {TABLE.rows[row].without}"] if row else []
     )

@@ -35,6 +35,7 @@ from deltachain_sglang import engine as engines
 from deltachain_sglang.model import SglangModel, Shadow
 from deltachain_sglang.ranks import SchedulerReply, SchedulerRequest, decode_scheduler_reply
 from deltachain_sglang.start_check import PAUSES
+from deltachain_sglang.table import MOVING
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.replica.replicas import Followed
 
@@ -262,11 +263,13 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(compat, "forget_embeddings", lambda: forgotten.append(True))
     model = nn.Linear(2, 2)
     updater = SimpleNamespace(model_config=None, device="cpu")
-    runner = SimpleNamespace(model=model, weight_updater=updater)
+    loaded = SimpleNamespace(model_path="base")
+    runner = SimpleNamespace(model=model, weight_updater=updater, model_config=loaded)
     scheduler = Scheduler()
     return SimpleNamespace(
         offload_tags=set(),
         tp_worker=SimpleNamespace(model_runner=runner),
+        draft_worker=None,
         scheduler=scheduler,
         is_fully_idle=scheduler.is_fully_idle,
         flush_cache=scheduler.flush_cache,
@@ -284,6 +287,34 @@ def test_a_request_is_answered_for_all_ranks(manager: Any) -> None:
     assert (found.status, [reply.rank for reply in found.replies]) == ("answered", [0, 1])
     assert isinstance(found.replies[0], Refusal)
     assert "another leader" in found.replies[0].message  # nobody has attached
+    assert found.replies[0].draft == ""
+
+
+@pytest.mark.parametrize(
+    ("draft", "path", "chosen", "does"),
+    [
+        (nn.Identity(), "base", None, "Identity follows the chain"),
+        (nn.Identity(), "base", "tokens.pt", "Identity keeps its weights"),
+        (nn.Identity(), "another", None, "Identity keeps its weights"),
+        (nn.Linear(2, 2), "base", None, "Linear keeps its weights"),  # a whole model
+    ],
+)
+def test_a_reply_says_what_a_draft_follows(
+    manager: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    draft: nn.Module,
+    path: str,
+    chosen: str | None,
+    does: str,
+) -> None:
+    spec = SimpleNamespace(speculative_token_map=chosen)
+    moe = SimpleNamespace(**MOVING)
+    context = SimpleNamespace(get_spec=lambda: spec, get_exec=lambda: SimpleNamespace(moe=moe))
+    monkeypatch.setattr(compat, "context", lambda: context)
+    runner = SimpleNamespace(model=draft, model_config=SimpleNamespace(model_path=path))
+    runners = [("draft", runner)]
+    manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: runners)
+    assert {reply.draft for reply in asked(manager, question()).replies} == {does}
 
 
 @pytest.mark.parametrize(
@@ -438,7 +469,12 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", module)
     monkeypatch.setattr(compat, "named", lambda: "6")
 
-    def rename(*requests: Any, chunked: Any = None, version: str | None = "7") -> None:
+    def rename(
+        *requests: Any,
+        chunked: Any = None,
+        version: str | None = "7",
+        accepted: list[int] | None = None,
+    ) -> None:
         def record(scheduler: Any, new_version: str | None) -> None:
             del scheduler, new_version
             for request in requests:
@@ -446,9 +482,13 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                     event = Event("6", len(request.output_ids))
                     request.weight_version_events.append(event)
 
-        queue = [(SimpleNamespace(reqs=list(requests)), None)]
+        event = mock.Mock()
+        lens = None if accepted is None else mock.Mock(tolist=lambda: accepted)
+        step = SimpleNamespace(accept_lens=lens, copy_done=event)
+        queue = [(SimpleNamespace(reqs=list(requests)), step)]
         scheduler = SimpleNamespace(result_queue=queue, chunked_req=chunked)
         ranks.on_name(record, scheduler, version)
+        assert event.synchronize.called == (lens is not None and version == "7")
 
     return rename
 
@@ -458,6 +498,13 @@ def test_a_step_that_is_not_handed_out_keeps_its_label(renamed: Callable[..., No
     renamed(running, first)
     assert running.weight_version_events == [("6", 5)]
     assert first.weight_version_events == [("6", 1)], "its prompt was computed by version 6"
+
+
+def test_a_step_with_drafts_labels_each_accepted_token(renamed: Callable[..., None]) -> None:
+    running, others = request_of(4), request_of(2)
+    renamed(running, others, accepted=[3, 1])
+    assert running.weight_version_events == [("6", 7)]
+    assert others.weight_version_events == [("6", 3)]
 
 
 def test_a_request_without_a_token_is_labelled_with_the_version_of_its_prompt(
