@@ -20,7 +20,7 @@ from deltachain.chain import identity as mirror_record
 from deltachain.cli import console
 from deltachain.cli import console as c
 from deltachain.cli.app import MEANT, PANELS, explain
-from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
+from deltachain.cli.console import clean, count, moment, nbytes, percent
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.store import calls as outage
 from deltachain.store import open_store
