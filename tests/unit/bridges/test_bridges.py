@@ -25,7 +25,7 @@ from deltachain.bridges import DIALECTS, dialect_of
 from deltachain.bridges.dialect import HostModel
 from deltachain.bridges.export import RECORD, Exported, Exporter, HostCopy
 from deltachain.bridges.imports import Importer
-from deltachain.store import open_store
+from deltachain.store import Store, open_store
 from deltachain.types import TensorSpec
 from tests.bench.layouts import load
 from tests.support.values import present
@@ -42,7 +42,9 @@ INDEX = "model.safetensors.index.json"
 class Run:
     """A trainer's weights, published as a chain, and exported into ``out``."""
 
-    def __init__(self, root: Path, dialect: str, *, full_every: int = 0) -> None:
+    def __init__(
+        self, root: Path, dialect: str, *, full_every: int = 0, files: Store | None = None
+    ) -> None:
         rng = np.random.default_rng(5)
         self.bits = {
             "big": rng.integers(0, 1 << 16, 200_003, np.uint16),
@@ -50,7 +52,7 @@ class Run:
             "still": rng.integers(0, 1 << 16, 9, np.uint16),
         }
         self.chain, self.out, self.dialect = root / "chain", root / "out", dialect
-        self.full_every = full_every
+        self.full_every, self.files = full_every, files or open_store(str(self.out))
         self.publisher = deltachain.Publisher(str(self.chain)).attach(self.tensors)
         self.exporter = self.restart()
         self.done = [self.write()]
@@ -63,8 +65,7 @@ class Run:
     def restart(self) -> Exporter:
         self.subscriber = deltachain.Subscriber(str(self.chain), HostCopy())
         layout = self.dialect, dialect_of(self.dialect)
-        out = open_store(str(self.out))
-        return Exporter(self.subscriber, out, layout, full_every=self.full_every)
+        return Exporter(self.subscriber, self.files, layout, full_every=self.full_every)
 
     def step(self) -> None:
         number = self.publisher.version + 1
