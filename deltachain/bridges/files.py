@@ -1,7 +1,7 @@
 """Safetensors files and checkpoints in a store, written and read as bits."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, TypeVar
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects
+from deltachain.bridges.dialect import Dialect, HostModel, Objects
 from deltachain.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from deltachain.codec.container import Entry, Header, read_header, write_header
 from deltachain.errors import MalformedError
@@ -168,8 +168,6 @@ def is_checkpoint_marker(file: str) -> bool:
 class CheckpointDialect(Dialect):
     """Plain checkpoints, one a version, as the ``Trainer`` of transformers saves them."""
 
-    whole = True
-
     def number(self, key: str) -> int | None:
         folder, _, file = key.rpartition("/")
         found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)
@@ -177,10 +175,6 @@ class CheckpointDialect(Dialect):
 
     def full(self, number: int, model: HostModel) -> Objects:
         return checkpoint(f"checkpoint-{number}", model)
-
-    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
-        del changes
-        return self.full(number, model)
 
     def is_full(self, store: Store, key: str) -> bool:
         del store, key

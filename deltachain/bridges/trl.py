@@ -37,6 +37,7 @@ class TRLDialect(Dialect):
     """``absolute``: deltas have indices instead of gaps."""
 
     shares_folders = True
+    proves_base = False
 
     def __init__(self, *, absolute: bool = False) -> None:
         self.absolute = absolute

@@ -3,7 +3,6 @@
 A receiver takes exported versions and tells the bytes that it holds. A trainer writes versions.
 """
 
-import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -194,9 +193,7 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 class SlimeTrainer:
-    def __init__(
-        self, out: str, start: State, base: Path, encoding: str, checksum: str
-    ) -> None:
+    def __init__(self, out: str, start: State, base: Path, encoding: str, checksum: str) -> None:
         self.base, module = base, sources.slime_trainer()
         base.mkdir()
         save_file(dict(start), base / "model.safetensors")
@@ -304,7 +301,7 @@ class CheckpointTrainer:
         made = self.out / ".part"
         made.mkdir(parents=True)
         save_file(dict(now), made / "model.safetensors")
-        os.rename(made, self.out / f"checkpoint-{number}")
+        made.rename(self.out / f"checkpoint-{number}")
 
 
 def trainer(system: str, out: str, start: State, local: Path) -> Trainer:
