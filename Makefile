@@ -150,7 +150,7 @@ test-vllm-long: venv-vllm venv-verl venv-rl  ## those of them that take minutes
 PEERS ?= .peers
 test-peers: venv-rl  ## bridges and weight syncers against those systems' own code, a real vLLM among them: 20 minutes
 	PEERS=$(PEERS) .venv-rl/bin/python -m tests.peers.sources
-	PEERS=$(PEERS) PATH="$(CURDIR)/$(BIN):$$PATH" .venv-rl/bin/pytest tests/peers -m peers -o filterwarnings=default
+	PEERS=$(PEERS) PATH="$(CURDIR)/$(BIN):$$PATH" .venv-rl/bin/python -m pytest tests/peers -m peers -o filterwarnings=default
 
 bench-peers: venv-rl  ## RLinf's weight syncers beside ours, as the table of docs/frameworks.md
 	.venv-rl/bin/python -m tests.peers.syncers

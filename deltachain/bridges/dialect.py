@@ -79,6 +79,7 @@ class Dialect(Protocol):
 
         ``None`` if all versions are full.
         """
+        del number, model, changes
         return None
 
     def is_full(self, store: Store, key: str) -> bool:

@@ -79,14 +79,13 @@ def ours(run: Run, root: Path) -> None:
         str(root / "c"),
     )
     files = open_store(str(root / "files"))
-    before = state(run)
-    trainer = TRLTrainer(str(root / "files"), before, 3)
+    trainer = TRLTrainer(str(root / "files"), state(run), 3)
     with Importer(files, dialect_of("trl"), deltachain.PublishConfig(url=url)) as importer:
         list(importer.versions())
         llm.follow(url)
         for number in range(1, VERSIONS + 1):
             run.step()
-            trainer.write(number, before, before := state(run))
+            trainer.write(number, state(run))
             (done,) = importer.versions()
             llm.update(done.version)
             assert done.step == number
@@ -96,4 +95,4 @@ def ours(run: Run, root: Path) -> None:
 if __name__ == "__main__":
     way, folder = sys.argv[1:]
     {"theirs": theirs, "ours": ours}[way](Run(Path(folder)), Path(folder))
-    sys.stdout.write(json.dumps(VERSIONS) + "\n")
+    sys.stdout.write(json.dumps({"versions": VERSIONS}) + "\n")

@@ -3,7 +3,6 @@
 A receiver takes exported versions and tells the bytes that it holds. A trainer writes versions.
 """
 
-import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -165,27 +164,30 @@ def receiver(system: str, run: Run, local: Path) -> Receiver:
 
 
 class Trainer(Protocol):
-    base: Path | None
-    """Checkpoint that the first changes are of, where it is not in the files."""
+    @property
+    def base(self) -> Path | None:
+        """Checkpoint that the first changes are of, where it is not in the files."""
 
-    def write(self, number: int, before: State, now: State) -> None: ...
+    def write(self, number: int, now: State) -> None: ...
 
 
 class TRLTrainer:
     base = None
 
     def __init__(self, out: str, start: State, draft: int, **settings: object) -> None:
-        self.out, self.engine, self.settings = out, sources.trl_engine(draft), settings
+        self.engine, self.settings, self.out = sources.trl_engine(draft), settings, out
+        self.before = start
         self._upload("anchors", 0, ((name, one, None) for name, one in start.items()))
 
     def _upload(self, folder: str, number: int, items: Iterator[tuple[str, Tensor, Any]]) -> None:
         key = f"{folder}/step_{number:06d}.safetensors"
         self.engine.upload(items, self.out, key, model_version=number, **self.settings)
 
-    def write(self, number: int, before: State, now: State) -> None:
-        masks = {name: as_bits(one) != as_bits(before[name]) for name, one in now.items()}
+    def write(self, number: int, now: State) -> None:
+        masks = {name: as_bits(one) != as_bits(self.before[name]) for name, one in now.items()}
         changed = ((name, one, masks[name]) for name, one in now.items() if masks[name].any())
         self._upload("deltas", number, changed)
+        self.before = now
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 class SlimeTrainer:
     def __init__(self, out: str, start: State, base: Path, encoding: str, checksum: str) -> None:
-        self.base, module = base, sources.slime_trainer()
+        self.base, self.now, module = base, start, sources.slime_trainer()
         base.mkdir()
         save_file(dict(start), base / "model.safetensors")
         vars(module).update(ray=SimpleNamespace(get=list))  # of no engine
@@ -211,11 +213,10 @@ class SlimeTrainer:
         made.rollout_engines, made._is_pp_src_rank = [], True  # as on one rank
         made._iter_hf_tensors = lambda: iter(self.now.items())
         made._record_metrics = lambda: None
-        self.now, self.updater = start, made
+        self.updater = made
         made.update_weights()  # the first call reads the base
 
-    def write(self, number: int, before: State, now: State) -> None:
-        del before
+    def write(self, number: int, now: State) -> None:
         self.now = now
         self.updater.update_weights()
         assert self.updater.weight_version == number
@@ -234,8 +235,7 @@ class SkyRLTrainer:
         save_file(dict(start), base / "model.safetensors")
         self.publisher = DeltaCheckpointPublisher(str(base), out, str(staging))
 
-    def write(self, number: int, before: State, now: State) -> None:
-        del before
+    def write(self, number: int, now: State) -> None:
         done = self.publisher.publish(self.publisher.create_delta_files(iter(now.items())))
         assert done["version"] == number
 
@@ -260,7 +260,7 @@ class ModelExpressTrainer:
             read_seed_tensor=lambda name: bytes_of(start[name]),
             s3=S3Client(),
         )
-        self.write(0, {}, start)
+        self.write(0, start)
 
     def _version(self, request: Any, timeout: float) -> Any:
         del timeout
@@ -280,10 +280,9 @@ class ModelExpressTrainer:
         )
         return self.pb.GetWeightVersionResponse(version=version)
 
-    def write(self, number: int, before: State, now: State) -> None:
+    def write(self, number: int, now: State) -> None:
         from modelexpress_rl import WeightVersionRef  # noqa: PLC0415
 
-        del before
         version = WeightVersionRef(f"v{number}")
         staged = self.method.stage(version=version, hf_tensor_iter=[list(now.items())])
         self.method.publish(version=version, staged=staged)
@@ -294,10 +293,9 @@ class CheckpointTrainer:
 
     def __init__(self, out: str, start: State) -> None:
         self.out = Path(out)
-        self.write(0, {}, start)
+        self.write(0, start)
 
-    def write(self, number: int, before: State, now: State) -> None:
-        del before
+    def write(self, number: int, now: State) -> None:
         made = self.out / ".part"
         made.mkdir(parents=True)
         save_file(dict(now), made / "model.safetensors")

@@ -489,7 +489,7 @@ def test_gaps_bases_and_dtypes_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("restarts", [False, True], ids=["same importer", "restarted importer"])
 def test_numbers_written_anew_are_no_base_of_later_changes(tmp_path: Path, restarts: bool) -> None:
     old, new = (Run(tmp_path / name, "trl", full_every=5) for name in ("old", "new"))
-    new.bits["still"][0] ^= 1  # a trainer that starts again, from other weights
+    new.bits["big"] ^= 1  # a trainer that starts again, from other weights
     for run in (old, new):
         for _ in range(5):
             run.step()
@@ -504,7 +504,7 @@ def test_numbers_written_anew_are_no_base_of_later_changes(tmp_path: Path, resta
 
     write(old, 0, 1, 2)
     importer = Importer(files, dialect_of("trl"), config)
-    assert [one.step for one in importer.versions()] == [None, 1, 2]
+    assert [one.step for one in importer.versions()] == [0, 1, 2]
     write(old, 1, 2, 3)  # the same bits at another time
     assert [one.step for one in importer.versions()] == [3]
     write(new, 0, 1, 2, 3)
@@ -514,14 +514,15 @@ def test_numbers_written_anew_are_no_base_of_later_changes(tmp_path: Path, resta
         importer = Importer(files, dialect_of("trl"), config)
     write(new, 4)
     for _ in range(2):
-        with pytest.raises(errors.BrokenChainError, match="version 3, which .* was written anew"):
+        with pytest.raises(errors.BrokenChainError, match=r"version 3, which .* was written anew"):
             list(importer.versions())
-    assert deltachain.Chain.open(open_store(config.url)).head().manifest.step == 3
+    assert importer.held == 3
     write(new, 5)  # a full one
     assert [one.step for one in importer.versions()] == [5]
     same(raw(model_of(tmp_path / "copy")), new.raw())
-    for run in (importer, old, new):
-        run.close()
+    importer.close()
+    old.close()
+    new.close()
 
 
 def test_a_folder_that_somebody_else_wrote_is_not_replaced(tmp_path: Path) -> None:
