@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv-rl venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-peers bench-peers test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
+.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm bench-attach venv-sglang test-peers test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -151,9 +151,6 @@ PEERS ?= .peers
 test-peers: venv-rl  ## bridges and weight syncers against those systems' own code, a real vLLM among them: 20 minutes
 	PEERS=$(PEERS) .venv-rl/bin/python -m tests.peers.sources
 	PEERS=$(PEERS) PATH="$(CURDIR)/$(BIN):$$PATH" .venv-rl/bin/python -m pytest tests/peers -m peers -o filterwarnings=default
-
-bench-peers: venv-rl  ## RLinf's weight syncers beside ours, as the table of docs/frameworks.md
-	.venv-rl/bin/python -m tests.peers.syncers
 
 test-sglang: venv-sglang  ## the tests in a real SGLang
 	.venv-sglang/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile

@@ -6,7 +6,7 @@ The index tells which.
   624b824a8 (``update_weight_from_disk_delta.py``; miles 31f1ca961 writes the same), and
   ``/pull_weights`` of its SGLang.
 * ModelExpress: ``v7/``. Receivers learn of a version from a catalogue: make it READY there once its
-  index is written. Source: ModelExpress 008f0da
+  index is written. Source: ModelExpress 0.7.0
   (``modelexpress_rl/train/methods/canonical_delta.py``), and its docs/S3_DELTA_WEIGHT_REFIT.md.
 """
 
