@@ -16,7 +16,7 @@ from deltachain.store import open_store
 from tests.engines.trainer import Run
 from tests.engines.vllm.ray_actor import Replica
 from tests.peers import sources
-from tests.peers.systems import State, TRLTrainer, bytes_of, read
+from tests.peers.systems import State, bytes_of, read, trl_trainer
 from tests.support.values import present
 from tests.unit.bridges.test_bridges import same
 
@@ -68,7 +68,7 @@ def theirs(run: Run, root: Path) -> None:
         assert llm.holds(run.saved()), number
         pull(str(local), f"{root}/slime/weight_v000000", f"{root}/slime", slime().number)
         expected = {name: bytes_of(one) for name, one in state(run).items()}
-        same(read(local.glob("*.safetensors")), expected)
+        same(read(local), expected)
     publisher.close()
 
 
@@ -79,13 +79,13 @@ def ours(run: Run, root: Path) -> None:
         str(root / "c"),
     )
     files = open_store(str(root / "files"))
-    trainer = TRLTrainer(str(root / "files"), state(run), 3)
+    write = trl_trainer(str(root / "files"), state(run), 3)
     with Importer(files, dialect_of("trl"), deltachain.PublishConfig(url=url)) as importer:
         list(importer.versions())
         llm.follow(url)
         for number in range(1, VERSIONS + 1):
             run.step()
-            trainer.write(number, state(run))
+            write(number, state(run))
             (done,) = importer.versions()
             llm.update(done.version)
             assert done.step == number

@@ -111,13 +111,13 @@ def test_a_chain_follows_twenty_versions_of_a_trainer(
     def state() -> State:
         return {name: tensor.clone() for name, tensor in run.tensors()}
 
-    writer = trainer(system, out, state(), tmp_path / "local")
+    write, base = trainer(system, out, state(), tmp_path / "local")
     config = deltachain.PublishConfig(url=str(copy))
-    with Importer(files, dialect_of(dialect), config, base=writer.base) as importer:
+    with Importer(files, dialect_of(dialect), config, base=base) as importer:
         for number in range(VERSIONS + 1):
             if number:
                 run.step()
-                writer.write(number, state())
+                write(number, state())
             list(importer.versions())
             assert importer.held == number
             same(raw(model_of(copy)), run.raw())
