@@ -1,7 +1,7 @@
 """Safetensors files and checkpoints in a store, written and read as bits."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, TypeVar
@@ -114,17 +114,17 @@ def read_index(store: Store, key: str) -> Index:
     return read_json(store, key, Index)
 
 
-def shards(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """Divide tensors into files of at most ``SHARD_NBYTES``, or of one tensor."""
-    found: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if found[-1] and size + spec.nbytes > SHARD_NBYTES:
-            found.append([])
-            size = 0
-        found[-1].append(spec)
-        size += spec.nbytes
-    return found
+def grouped(items: Iterable[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Divide items of some size into files of at most ``SHARD_NBYTES``, or of one item."""
+    group, size = list[_T](), 0
+    for item in items:
+        if group and size + nbytes(item) > SHARD_NBYTES:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 def checkpoint(folder: str, model: HostModel) -> Objects:
@@ -132,7 +132,7 @@ def checkpoint(folder: str, model: HostModel) -> Objects:
     for name, data in model.assets.items():
         yield f"{folder}/{name}", data
     places: dict[str, str] = {}
-    groups = shards(model.specs.values())
+    groups = list(grouped(model.specs.values(), lambda spec: spec.nbytes))
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         arrays = (Array(s.name, s.dtype, model.bits(s.name), s.shape) for s in group)
