@@ -58,6 +58,7 @@ def test_two_receivers_follow_twenty_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+    monkeypatch.setattr("deltachain.bridges.files.SHARD_NBYTES", 1 << 10)  # of several files
     run = Run(tmp_path, dialect, full_every=full_every, files=files)
     receivers = [receiver(system, run, tmp_path / "early")]
     receivers[0].take(run.done[0])

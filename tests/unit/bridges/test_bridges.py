@@ -173,7 +173,10 @@ def raw(model: HostModel) -> Bytes:
 
 
 @pytest.mark.parametrize("run", [(one,) for one in DIALECTS], ids=list(DIALECTS), indirect=True)
-def test_receivers_follow_and_the_files_become_the_same_chain(run: Run, tmp_path: Path) -> None:
+def test_receivers_follow_and_the_files_become_the_same_chain(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltachain.bridges.files.SHARD_NBYTES", 1 << 10)  # of several files
     out, copy = open_store(str(run.out)), tmp_path / "copy"
     followed = receive(run.dialect, run.out, run.done[0].key, {})
     config = deltachain.PublishConfig(url=str(copy))
