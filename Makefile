@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv-trainers venv-trl venv-verl venv-rl venv-ray venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long test-frameworks bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
+.PHONY: test-dist test-dist-long test-frameworks test-peers bench-dist cross-region bench-vllm bench-attach venv-sglang test-sglang test-sglang-long test-engine-versions test-modes bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -133,11 +133,11 @@ venv-verl: venv  ## build .venv-verl, with verl, RLinf and Megatron: their worke
 
 # SkyRL's wheel asks for Python 3.12, and of it needs typing.TypedDict alone.
 RL := .venv-rl/lib/python3.11/site-packages
-venv-rl: venv venv-vllm  ## build .venv-rl, with SkyRL, AReaL and Ray over vLLM's packages: trainers that servers follow
+venv-rl: venv venv-vllm  ## build .venv-rl, with SkyRL, AReaL, RLinf, ModelExpress and Ray over vLLM's packages: trainers that servers follow
 	test -x .venv-rl/bin/pip || .venv-vllm/bin/python -m venv .venv-rl
 	echo "import site; site.addsitedir('$(CURDIR)/.venv-vllm/lib/python3.11/site-packages')" > $(RL)/vllm.pth
 	echo "import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict" > $(RL)/typed.pth
-	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0 vllm-router==0.1.17
+	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0 vllm-router==0.1.17 rlinf==0.3.0 modelexpress==0.7.0
 	$(BIN)/uv pip install -q -p .venv-rl ray==2.60.0 aiofiles blosc cloudpathlib colorlog datasets distro-info flask func_timeout httpx hydra-core jaxtyping math-verify matplotlib ninja nltk omegaconf orjson pandas pebble polars prettytable pybase64 pylatexenc redis s3fs setproctitle swanlab tabulate tenacity tensorboard tensorboardx trackio uvloop wandb
 
 RAY := .venv-ray/lib/python3.11/site-packages
@@ -157,6 +157,12 @@ test-vllm: venv-vllm  ## the tests in a real vLLM
 
 test-vllm-long: venv-vllm venv-verl venv-rl  ## those of them that take minutes
 	.venv-vllm/bin/pytest tests/engines -m "engine and slow"
+
+# TRL's drafts and slime are no packages: PEERS=/mnt/peers for a folder that has their sources already.
+PEERS ?= .peers
+test-peers: venv-rl  ## bridges and weight syncers against those systems' own code, a real vLLM among them: 20 minutes
+	PEERS=$(PEERS) .venv-rl/bin/python -m tests.peers.sources
+	PEERS=$(PEERS) PATH="$(CURDIR)/$(BIN):$$PATH" .venv-rl/bin/python -m pytest tests/peers -m peers -o filterwarnings=default
 
 test-sglang: venv-sglang  ## the tests in a real SGLang
 	.venv-sglang/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile

@@ -60,8 +60,8 @@ class Dialect(Protocol):
     counts: bool = False
     """Whether receivers start from a base checkpoint as number 0 and need every later number."""
 
-    whole: bool = False
-    """Whether every version is a full one."""
+    proves_base: bool = True
+    """Whether changes prove which weights they are of; if not, they are new bits of elements."""
 
     shares_folders: bool = False
     """Whether a version is one file in a folder with others, instead of a folder of its own."""
@@ -72,8 +72,15 @@ class Dialect(Protocol):
     def full(self, number: int, model: HostModel) -> Objects:
         """Write a version that needs no earlier one."""
 
-    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
-        """Write a version that follows ``number - 1``; ``model`` has the new bits."""
+    def delta(
+        self, number: int, model: HostModel, changes: Sequence[ElementChange]
+    ) -> Objects | None:
+        """Write a version that follows ``number - 1``; ``model`` has the new bits.
+
+        ``None`` if all versions are full.
+        """
+        del number, model, changes
+        return None
 
     def is_full(self, store: Store, key: str) -> bool:
         """Return whether the version of a marker needs no earlier one."""

@@ -169,12 +169,12 @@ class Exporter:
             number = 0 if last is None else last.number + 1
         follows = last is not None and number == last.number + 1
         is_due = bool(self._every and version % self._every == 0)
-        full = self._dialect.whole or not follows or is_due
-        model = HostModel(target.specs, target.bits)
-        if full:
-            objects = self._dialect.full(number, replace(model, assets=self._assets()))
-        else:
+        model, objects = HostModel(target.specs, target.bits), None
+        if follows and not is_due:
             objects = self._dialect.delta(number, model, target.changes)
+        full = objects is None
+        if objects is None:
+            objects = self._dialect.full(number, replace(model, assets=self._assets()))
         key, nbytes = self._put(objects)
         self.last = Exported(
             chain=self._subscriber.chain.identity.chain,

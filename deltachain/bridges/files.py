@@ -1,7 +1,7 @@
 """Safetensors files and checkpoints in a store, written and read as bits."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, TypeVar
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.bridges.dialect import Dialect, ElementChange, HostModel, Objects
+from deltachain.bridges.dialect import Dialect, HostModel, Objects
 from deltachain.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from deltachain.codec.container import Entry, Header, read_header, write_header
 from deltachain.errors import MalformedError
@@ -114,17 +114,17 @@ def read_index(store: Store, key: str) -> Index:
     return read_json(store, key, Index)
 
 
-def shards(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """Divide tensors into files of at most ``SHARD_NBYTES``, or of one tensor."""
-    found: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if found[-1] and size + spec.nbytes > SHARD_NBYTES:
-            found.append([])
-            size = 0
-        found[-1].append(spec)
-        size += spec.nbytes
-    return found
+def grouped(items: Iterable[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Divide items of some size into files of at most ``SHARD_NBYTES``, or of one item."""
+    group, size = list[_T](), 0
+    for item in items:
+        if group and size + nbytes(item) > SHARD_NBYTES:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 def checkpoint(folder: str, model: HostModel) -> Objects:
@@ -132,7 +132,7 @@ def checkpoint(folder: str, model: HostModel) -> Objects:
     for name, data in model.assets.items():
         yield f"{folder}/{name}", data
     places: dict[str, str] = {}
-    groups = shards(model.specs.values())
+    groups = list(grouped(model.specs.values(), lambda spec: spec.nbytes))
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         arrays = (Array(s.name, s.dtype, model.bits(s.name), s.shape) for s in group)
@@ -168,8 +168,6 @@ def is_checkpoint_marker(file: str) -> bool:
 class CheckpointDialect(Dialect):
     """Plain checkpoints, one a version, as the ``Trainer`` of transformers saves them."""
 
-    whole = True
-
     def number(self, key: str) -> int | None:
         folder, _, file = key.rpartition("/")
         found = re.fullmatch(r"checkpoint-(\d{1,12})", folder)
@@ -177,10 +175,6 @@ class CheckpointDialect(Dialect):
 
     def full(self, number: int, model: HostModel) -> Objects:
         return checkpoint(f"checkpoint-{number}", model)
-
-    def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
-        del changes
-        return self.full(number, model)
 
     def is_full(self, store: Store, key: str) -> bool:
         del store, key

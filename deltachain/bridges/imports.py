@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from deltachain import errors
 from deltachain.bridges.dialect import Dialect, HostModel
 from deltachain.chain.chain import Chain, plan_present
@@ -18,7 +20,7 @@ from deltachain.chain.fetch import fetching, scratch
 from deltachain.checkpoint import Checkpoint, read_assets
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.session import PublishReceipt
-from deltachain.store import Store, open_store
+from deltachain.store import ObjectInfo, Store, open_store
 from deltachain.subscribe.follow_loop import Round, repeat
 from deltachain.threads import Closeable
 from deltachain.types import Bits
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+class _WrittenAnewError(Exception):
+    """The files have other weights under the number of the chain's head."""
 
 
 class Importer(Closeable):
@@ -48,6 +54,9 @@ class Importer(Closeable):
         self._sent = HostModel({}, dict[str, Bits]().__getitem__)  # what it publishes next
         self._chain_store = open_store(config.url, config.storage_options)
         self.held: int | None = None  # number of the chain's head
+        self._listed: dict[int | None, ObjectInfo] = {}  # markers by number
+        self._proven: ObjectInfo | None = None  # marker of what the chain's head has
+        self._parted = False  # the files have other weights under that number
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -57,8 +66,13 @@ class Importer(Closeable):
     def versions(self) -> Iterator[PublishReceipt]:
         """Publish all versions that are whole, one after another."""
         while (found := self._next()) is not None:
-            number, key = found
-            yield self._publish(number, key)
+            try:
+                receipt = self._publish(*found)
+            except _WrittenAnewError:
+                self._parted = True
+            else:
+                self._parted = False
+                yield receipt
 
     def follow(self, stop: Event, poll_s: float | None = None) -> Iterator[PublishReceipt]:
         """Publish versions as they appear; errors that may pass are logged and tried again."""
@@ -86,18 +100,19 @@ class Importer(Closeable):
         """Find the next version: the one behind, else the next full one; at first the newest full.
 
         Raises:
-            BrokenChainError: Later versions are there, and none of them is full.
+            BrokenChainError: Later versions are there, of another or no version that is held, and
+                none of them is full.
             ConfigError: There are changes only, of a base checkpoint that is not given.
         """
         if self._publisher is None:
             self.held = self._head_number()
+        self._listed = {self._dialect.number(one.key): one for one in self._files.list()}
         there = {
-            number: key
-            for one in self._files.list()
-            if (number := self._dialect.number(key := one.key)) is not None
-            and (self.held is None or number > self.held)
+            number: one.key
+            for number, one in self._listed.items()
+            if number is not None and (self.held is None or number > self.held)
         }
-        if self.held is not None and self.held + 1 in there:
+        if self.held is not None and self.held + 1 in there and not self._parted:
             return self.held + 1, there[self.held + 1]
         is_full = lambda number: self._dialect.is_full(self._files, there[number])  # noqa: E731
         found = next(filter(is_full, sorted(there, reverse=self.held is None)), None)
@@ -107,10 +122,12 @@ class Importer(Closeable):
             self._publish(0, None)
             return self._next()
         if there and self.held is not None:
+            lost = self.held if self._parted else self.held + 1
+            why = "was written anew, with other weights than the chain's" if self._parted else ""
             raise errors.BrokenChainError(
-                f"{self._files.url} has version {min(there)}, and version {self.held + 1}, which "
-                "it builds on, is missing",
-                version=self.held + 1,
+                f"{self._files.url} has version {min(there)}, and version {lost}, which it builds "
+                f"on, {why or 'is missing'}",
+                version=lost,
                 hint="a full version, once the trainer writes one, is taken instead",
             )
         if there:
@@ -126,10 +143,24 @@ class Importer(Closeable):
             base = Checkpoint(self._base)
             return HostModel(base.specs, base.bits)
         key = key or ""
+        if before is not None and not self._dialect.is_full(self._files, key):
+            self._prove_base(before)
         model = self._dialect.read(self._files, key, before)
         if before is not None:
             before.check_same(model, key)
         return model
+
+    def _prove_base(self, held: HostModel) -> None:
+        """Read the held number again if its file may be another, and its changes prove no base."""
+        marker = self._listed.get(self.held)
+        if self._dialect.proves_base or marker is None or marker == self._proven:
+            return
+        again = self._dialect.read(self._files, marker.key, held)
+        if again.specs != held.specs or any(
+            not np.array_equal(again.bits(name), held.bits(name)) for name in held.specs
+        ):
+            raise _WrittenAnewError
+        self._proven = marker
 
     def _publish(self, number: int, key: str | None) -> PublishReceipt:
         """Publish a version; its tensors are read one after another, all before the commit."""
@@ -152,7 +183,7 @@ class Importer(Closeable):
             with suppress(errors.DeltaChainError):
                 publisher.close()
             raise
-        self.held = number
+        self.held, self._proven = number, self._listed.get(number)
         return receipt
 
     def _attach_head(self, key: str | None) -> None:

@@ -6,7 +6,7 @@ The index tells which.
   624b824a8 (``update_weight_from_disk_delta.py``; miles 31f1ca961 writes the same), and
   ``/pull_weights`` of its SGLang.
 * ModelExpress: ``v7/``. Receivers learn of a version from a catalogue: make it READY there once its
-  index is written. Source: ModelExpress 008f0da
+  index is written. Source: ModelExpress 0.7.0
   (``modelexpress_rl/train/methods/canonical_delta.py``), and its docs/S3_DELTA_WEIGHT_REFIT.md.
 """
 
@@ -44,22 +44,14 @@ class IndexedDialect(Dialect):
         return files.checkpoint(self.folder.format(number), model)
 
     def delta(self, number: int, model: HostModel, changes: Sequence[ElementChange]) -> Objects:
-        made: list[list[tuple[files.Array, str]]] = []
-        size = files.SHARD_NBYTES
-        for change, frame in xor_frames(changes):
-            if size + frame.nbytes > files.SHARD_NBYTES:
-                made.append([])
-                size = 0
-            name = change.spec.name
-            proof = checksum(self.algorithm, model.bits(name))
-            made[-1].append((files.Array(name, "U8", frame), proof))
-            size += frame.nbytes
+        frames = (files.Array(one.spec.name, "U8", frame) for one, frame in xor_frames(changes))
+        made = list(files.grouped(frames, lambda array: array.values.nbytes))
         folder, places = self.folder.format(number), dict[str, str]()
-        for at, rows in enumerate(made):
+        for at, arrays in enumerate(made):
             file = f"model-{at:05d}-of-{len(made):05d}.safetensors"
-            places |= {array.name: file for array, _ in rows}
-            proofs = {array.name: proof for array, proof in rows}
-            yield f"{folder}/{file}", files.packed((array for array, _ in rows), proofs)
+            proofs = {a.name: checksum(self.algorithm, model.bits(a.name)) for a in arrays}
+            places |= dict.fromkeys(proofs, file)
+            yield f"{folder}/{file}", files.packed(arrays, proofs)
         yield f"{folder}/{INDEX_FILE}", self.index(number, places)
 
     def index(self, number: int, places: dict[str, str]) -> bytes:

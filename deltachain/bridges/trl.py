@@ -2,7 +2,7 @@
 
 Deltas have the new bits of changed elements, and as positions gaps (branches delta-weight-sync-v2
 and -v3 of its pull requests 5932 and 5937), or indices (-sync, 5417). All tensors are bf16. Files
-have no checksum: nothing here proves that the file before was applied.
+have no checksum: an import that finds the file before written anew compares it with the chain.
 """
 
 import json
@@ -37,6 +37,7 @@ class TRLDialect(Dialect):
     """``absolute``: deltas have indices instead of gaps."""
 
     shares_folders = True
+    proves_base = False
 
     def __init__(self, *, absolute: bool = False) -> None:
         self.absolute = absolute

@@ -25,7 +25,7 @@ from deltachain.bridges import DIALECTS, dialect_of
 from deltachain.bridges.dialect import HostModel
 from deltachain.bridges.export import RECORD, Exported, Exporter, HostCopy
 from deltachain.bridges.imports import Importer
-from deltachain.store import open_store
+from deltachain.store import Store, open_store
 from deltachain.types import TensorSpec
 from tests.bench.layouts import load
 from tests.support.values import present
@@ -42,7 +42,9 @@ INDEX = "model.safetensors.index.json"
 class Run:
     """A trainer's weights, published as a chain, and exported into ``out``."""
 
-    def __init__(self, root: Path, dialect: str, *, full_every: int = 0) -> None:
+    def __init__(
+        self, root: Path, dialect: str, *, full_every: int = 0, files: Store | None = None
+    ) -> None:
         rng = np.random.default_rng(5)
         self.bits = {
             "big": rng.integers(0, 1 << 16, 200_003, np.uint16),
@@ -50,7 +52,7 @@ class Run:
             "still": rng.integers(0, 1 << 16, 9, np.uint16),
         }
         self.chain, self.out, self.dialect = root / "chain", root / "out", dialect
-        self.full_every = full_every
+        self.full_every, self.files = full_every, files or open_store(str(self.out))
         self.publisher = deltachain.Publisher(str(self.chain)).attach(self.tensors)
         self.exporter = self.restart()
         self.done = [self.write()]
@@ -63,8 +65,7 @@ class Run:
     def restart(self) -> Exporter:
         self.subscriber = deltachain.Subscriber(str(self.chain), HostCopy())
         layout = self.dialect, dialect_of(self.dialect)
-        out = open_store(str(self.out))
-        return Exporter(self.subscriber, out, layout, full_every=self.full_every)
+        return Exporter(self.subscriber, self.files, layout, full_every=self.full_every)
 
     def step(self) -> None:
         number = self.publisher.version + 1
@@ -172,7 +173,10 @@ def raw(model: HostModel) -> Bytes:
 
 
 @pytest.mark.parametrize("run", [(one,) for one in DIALECTS], ids=list(DIALECTS), indirect=True)
-def test_receivers_follow_and_the_files_become_the_same_chain(run: Run, tmp_path: Path) -> None:
+def test_receivers_follow_and_the_files_become_the_same_chain(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltachain.bridges.files.SHARD_NBYTES", 1 << 10)  # of several files
     out, copy = open_store(str(run.out)), tmp_path / "copy"
     followed = receive(run.dialect, run.out, run.done[0].key, {})
     config = deltachain.PublishConfig(url=str(copy))
@@ -184,6 +188,7 @@ def test_receivers_follow_and_the_files_become_the_same_chain(run: Run, tmp_path
             importer = Importer(out, dialect_of(run.dialect), config)
         run.step()
         run.done.append(run.write())
+        assert run.done[-1].full == (run.dialect == "checkpoint")
         followed = receive(run.dialect, run.out, run.done[-1].key, followed)
         same(followed, run.raw())
         assert [receipt.step for receipt in importer.versions()][-1] == number
@@ -197,12 +202,6 @@ def test_receivers_follow_and_the_files_become_the_same_chain(run: Run, tmp_path
         one.manifest.step for one in deltachain.Chain.open(open_store(str(copy))).history(0, 6)
     ]
     assert None not in steps[1:]
-
-
-@pytest.mark.parametrize("run", [("checkpoint",)], ids=["checkpoint"], indirect=True)
-def test_a_checkpoint_a_version_is_said_to_be_full(run: Run) -> None:
-    run.step()
-    assert run.write().full
 
 
 @pytest.mark.parametrize("run", [("slime",), ("trl",)], ids=["slime", "trl"], indirect=True)
@@ -483,6 +482,45 @@ def test_gaps_bases_and_dtypes_are_refused_by_name(tmp_path: Path) -> None:
     model = HostModel({spec.name: spec}, lambda _: np.zeros(4, np.uint32))
     with pytest.raises(errors.UnsupportedModelError, match=r"router.bias.*F32"):
         next(dialect_of("trl").full(0, model))
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["same importer", "restarted importer"])
+def test_numbers_written_anew_are_no_base_of_later_changes(tmp_path: Path, restarts: bool) -> None:
+    old, new = (Run(tmp_path / name, "trl", full_every=5) for name in ("old", "new"))
+    new.bits["big"] ^= 1  # a trainer that starts again, from other weights
+    for run in (old, new):
+        for _ in range(5):
+            run.step()
+            run.done.append(run.write())
+    files = open_store(str(tmp_path / "files"))
+    config = deltachain.PublishConfig(url=str(tmp_path / "copy"))
+
+    def write(run: Run, *numbers: int) -> None:
+        for number in numbers:
+            key = run.done[number].key
+            files.put(key, (run.out / key).read_bytes())
+
+    write(old, 0, 1, 2)
+    importer = Importer(files, dialect_of("trl"), config)
+    assert [one.step for one in importer.versions()] == [0, 1, 2]
+    write(old, 1, 2, 3)  # the same bits at another time
+    assert [one.step for one in importer.versions()] == [3]
+    write(new, 0, 1, 2, 3)
+    assert not list(importer.versions())
+    if restarts:
+        importer.close()
+        importer = Importer(files, dialect_of("trl"), config)
+    write(new, 4)
+    for _ in range(2):
+        with pytest.raises(errors.BrokenChainError, match=r"version 3, which .* was written anew"):
+            list(importer.versions())
+    assert importer.held == 3
+    write(new, 5)  # a full one
+    assert [one.step for one in importer.versions()] == [5]
+    same(raw(model_of(tmp_path / "copy")), new.raw())
+    importer.close()
+    old.close()
+    new.close()
 
 
 def test_a_folder_that_somebody_else_wrote_is_not_replaced(tmp_path: Path) -> None:
