@@ -297,6 +297,21 @@ def gather(weights: Bits, indices: Indices) -> Bits:
 
 
 @compiled
+def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``.
+
+    ``done[0]`` becomes ``end``. Compiled kernels do all of it in one call, without exceptions.
+    """
+    first, last = min(done[0], end), max(done[0], end)
+    mine, yours = one[first:last], other[first:last]
+    for i in range(mine.shape[0]):
+        bits = mine[i]
+        mine[i] = yours[i]
+        yours[i] = bits
+    done[0] = end
+
+
+@compiled
 def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
     for i in range(indices.shape[0]):
         weights[indices[i]] = bits[i]

@@ -27,7 +27,7 @@ from deltachain.replica.host_staging import HostStager
 from deltachain.replica.placements import Placement
 from deltachain.replica.staged import NOTHING, RankStaged, stage
 from deltachain.subscribe.targets.base import HeldVersion, write_all
-from deltachain.subscribe.targets.tensor_patch import Patch, WholeTensor, prepare
+from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 from tests.bench import report
@@ -106,9 +106,7 @@ class Scene:
             tensor.put(tensor.new)
 
     def stage(self) -> list[Patch]:
-        places = {one.spec.name: WholeTensor(one.bits) for one in self.tensors}
-        deltas = Part.from_bytes(self.data)
-        patches = [prepare(places[delta.spec.name], delta) for delta in deltas]
+        patches = [self.target.prepare(delta) for delta in Part.from_bytes(self.data)]
         if sum((patch.change for patch in patches), StateDigest()) != self.change:
             raise ArithmeticError("the staged bits have another digest")
         return patches

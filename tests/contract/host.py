@@ -25,6 +25,8 @@ class HostArm(Protocol):
 
     def decode_steps(self, segments: Any, streams: StepStreams) -> tuple[Indices, Bits]: ...
 
+    def exchange_(self, one: Bits, other: Bits, done: Indices, end: int) -> None: ...
+
 
 class BatchArm(Protocol):
     def stage_batch(self, batch: SegmentBatch, places: PlacementTable) -> StagedBatch: ...
@@ -39,6 +41,17 @@ def check_planes(arm: HostArm) -> None:
         arm.join_planes(planes, whole[1:-1])
         np.testing.assert_array_equal(whole[1:-1], bits)
         assert whole[0] == whole[-1] == 77
+
+
+def check_exchange(arm: HostArm) -> None:
+    for before, after in pairs():
+        one, other, done = before.copy(), after.copy(), np.zeros(1, np.int64)
+        for end in (after.size // 3, after.size, after.size, after.size // 2, 0):
+            arm.exchange_(one, other, done, end)
+            assert done[0] == end
+            for found, first, rest in ((one, after, before), (other, before, after)):
+                np.testing.assert_array_equal(found[:end], first[:end])
+                np.testing.assert_array_equal(found[end:], rest[end:])
 
 
 def check_decode(arm: HostArm) -> None:
@@ -210,6 +223,7 @@ def _frozen(array: Any) -> Any:
 
 HOST_CHECKS: tuple[Callable[[HostArm], None], ...] = (
     check_planes,
+    check_exchange,
     check_decode,
     check_hostile_decode,
 )

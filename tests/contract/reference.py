@@ -198,6 +198,16 @@ def gather(weights: Bits, indices: Indices) -> Bits:
     return weights[indices]
 
 
+def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``.
+
+    ``done[0]`` becomes ``end``. Compiled kernels do all of it in one call, without exceptions.
+    """
+    between = slice(*sorted((int(done[0]), end)))
+    one[between], other[between] = other[between].copy(), one[between].copy()
+    done[0] = end
+
+
 def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
     """Write ``bits`` at ``indices``."""
     weights[indices] = bits

@@ -19,7 +19,7 @@ from deltachain.chain.checks import asset_path
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import read_asset
 from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
-from deltachain.delta import Piece, pieces
+from deltachain.delta import Piece, TensorDelta, pieces
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets import tensor_patch
@@ -174,7 +174,11 @@ class TensorTarget(PatchedTarget):
             raise errors.BrokenChainError(
                 f"{name}: the plan from nothing gives only {delta.nnz} elements"
             )
-        yield tensor_patch.prepare(self._live[name][0], delta, base_too=base_too)
+        yield self.prepare(delta, base_too=base_too)
+
+    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> tensor_patch.Patch:
+        places = self._live[delta.spec.name]
+        return tensor_patch.prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
 
     def _bits(self, name: str) -> Bits:
         live: Any = self._live[name][0].bits
