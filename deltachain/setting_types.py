@@ -10,7 +10,7 @@ import msgspec
 from deltachain.errors import ConfigError
 
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -29,12 +29,21 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
             if is_dataclass(found) and found is not value:  # made of a mapping
                 expected = f"Expected a {type(found).__name__}"
         except msgspec.ValidationError as exc:
-            expected = str(exc)
+            expected = _expected(kinds[field.name]) or str(exc)
         if expected:
+            give = "convert it: str(value)" if "`str`, got" in expected else "give another value"
             raise ConfigError(
                 f"{field.name}={value!r}: {expected}",
-                hint=f"give {field.name} another value, or leave it out for its default",
+                hint=f"{give}, or leave {field.name} out for its default",
             )
+
+
+def _expected(kind: Any) -> str:  # noqa: ANN401 - a type or a form of typing
+    """Return the choices of a literal; empty for any other type, which msgspec names itself."""
+    choices = [kind, *typing.get_args(kind)]
+    literals = [one for one in choices if typing.get_origin(one) is typing.Literal]
+    members = [repr(member) for one in literals for member in typing.get_args(one)]
+    return f"expected one of {', '.join(members)}" if members else ""
 
 
 def whole(name: str, value: typing.SupportsIndex, *, hint: str = "for example 3") -> int:

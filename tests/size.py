@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(57_340, 266, 0.09),
-    "tests": Size(86_850, 402, 1.0),
+    "wheel": Size(57_460, 266, 0.09),
+    "tests": Size(87_000, 403, 1.0),
 }
 
 

@@ -53,9 +53,9 @@ def same(found: list[dict[str, str]], checkpoint: Path) -> bool:
 
 
 class Replica(LLM):  # type: ignore[misc]
-    def __init__(self, base: str) -> None:
+    def __init__(self, base: str, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        super().__init__(base, **SETTINGS)
+        super().__init__(base, **(SETTINGS | options))
 
     def follow(self, url: str) -> None:
         self.subscriber = deltachain_vllm.subscribe(self, url)
@@ -65,8 +65,10 @@ class Replica(LLM):  # type: ignore[misc]
 
     def seen(self, version: int, checkpoint: Path) -> tuple[str, bool]:
         self.subscriber.update(version)
-        found = self.collective_rpc("compute_weight_checksums")
-        return self.get_weight_version(), same(found, checkpoint)
+        return self.get_weight_version(), self.holds(checkpoint)
+
+    def holds(self, checkpoint: Path) -> bool:
+        return same(self.collective_rpc("compute_weight_checksums"), checkpoint)
 
 
 class Follower:

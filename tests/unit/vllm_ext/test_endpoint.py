@@ -90,7 +90,8 @@ def test_replies_of_all_engines_are_asked_for() -> None:
         assert asked == ("collective_rpc", "handle", None, ("text",), None)
         return [["0", "1"], ["2", "3"]]
 
-    async def call_first(method: str, args: tuple[str, ...]) -> list[str]:
+    async def call_first(method: str, limit_s: float | None, args: tuple[str, ...]) -> list[str]:
+        assert limit_s is None
         return [method, *args]
 
     async def called(core: object, engines: int) -> list[str]:
