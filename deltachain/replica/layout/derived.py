@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 TOGETHER: Final = 256 << 20
 """Bytes of weights up to which groups are packed together; a larger one is packed alone."""
 
-HELD: Final = 1 << 30
-"""Bytes of weights that are kept twice until a load of their first bits restores their layers."""
-
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""
 
@@ -280,10 +277,9 @@ class _Search:
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
         found: list[frozenset[str]] = []
-        most = HELD if method == "repacked" else PART
-        parts = list(batches(groups, iter, self.state.source.specs, most))
+        parts = list(batches(groups, iter, self.state.source.specs, PART))
+        is_kept = method != "repacked" or len(parts) == 1
         for part in parts:
-            is_kept = method != "repacked" or len(parts) == 1
             seen = self._find_changed_by(method, part, changed, is_kept=is_kept)
             if seen is None:
                 return None
