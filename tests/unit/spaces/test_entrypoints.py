@@ -1,5 +1,6 @@
 """The entrypoint with an engine and a ``deltachain`` that only write down how they were called."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -180,6 +181,8 @@ def test_a_start_that_was_killed_costs_nothing(
         time.sleep(0.001)
     os.killpg(killed.pid, 9)
     killed.wait()
+    with (policy / ".deltachain-lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its child holds it until it has ended
     done = start()
     assert done.returncode == 0, done.stderr
     assert same(read_checkpoint(policy), head)
