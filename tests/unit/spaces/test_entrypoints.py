@@ -182,7 +182,7 @@ def test_a_start_that_was_killed_costs_nothing(
     os.killpg(killed.pid, 9)
     killed.wait()
     with (policy / ".deltachain-lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # its child holds it until it has ended
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # its child holds it until it has ended
     done = start()
     assert done.returncode == 0, done.stderr
     assert same(read_checkpoint(policy), head)
