@@ -207,9 +207,8 @@ def load_with(
     or else those from before, except such as may hide weights: to keep these would keep the weights
     of a whole model twice. Bits may have changed.
     """
-    if (
-        members is None
-    ):  # a loader may replace any tensor, even of layers that it loads nothing into
+    if members is None:
+        # A loader may replace any tensor, even of layers that it loads nothing into.
         modules = model.modules().values()
         members = Members(modules)
         members.release(modules)
