@@ -10,7 +10,8 @@ import msgspec
 from deltachain.errors import ConfigError
 
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+AtLeastZero: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 

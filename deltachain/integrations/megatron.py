@@ -24,10 +24,6 @@ _ASKED: Final = (
     "_weight_merge_across_tp",
     "_weight_to_hf_format",
 )
-_WHOLE: Final = (
-    "publish whole tensors: attach(lambda: bridge.export_hf_weights(models)), or what its export "
-    "is called"
-)
 _VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -79,7 +75,8 @@ def _check(bridge: Any, models: Sequence[nn.Module]) -> None:  # noqa: ANN401
     if missing := [name for name in _ASKED if not hasattr(bridge, name)]:
         raise UnsupportedModelError(
             f"{type(bridge).__name__} has no {missing[0]!r}: expected a bridge of mbridge 0.15",
-            hint=_WHOLE,
+            hint="publish whole tensors: attach(lambda: bridge.export_hf_weights(models)), or what "
+            "its export is called",
         )
     for module in (module for model in models for module in model.modules()):
         if getattr(getattr(module, "ddp_config", None), "overlap_param_gather", False):

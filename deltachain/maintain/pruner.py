@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Final, cast
+from typing import Final, cast
 
-import msgspec
 from msgspec.structs import replace
 
 from deltachain import errors
@@ -23,7 +22,7 @@ from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.format.documents import EdgeSummary, PrunedKind, PrunedRange, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.maintain.survey import Survey, by_version, with_objects
-from deltachain.setting_types import AtLeastOne, check_kinds
+from deltachain.setting_types import AtLeastOne, NotNegative, check_kinds
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool
@@ -110,7 +109,7 @@ class KeepRule:
     # head's manifest lists are kept in any case.
     last: AtLeastOne = KEEP_LAST
     # Seconds before the head's commit, by the publisher's clock; as for `last`.
-    within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    within_s: NotNegative | None = None
     every: AtLeastOne | None = None  # keep each version that this number divides; `None` for none
     tags: bool = True  # whether to keep every tagged version
 

@@ -4,9 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
-
-import msgspec
+from typing import Any, Final, Literal
 
 from deltachain.chain.plan import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
@@ -14,7 +12,7 @@ from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.setting_types import AtLeastOne, Positive, check_kinds
+from deltachain.setting_types import AtLeastOne, NotNegative, Positive, check_kinds
 from deltachain.store import Location, location_of
 from deltachain.types import WIRE_DTYPES
 
@@ -115,7 +113,7 @@ class PublishConfig:
     default all but the newest 1024 versions and tagged ones). The publisher then adds an anchor
     itself only if newcomers have no way left."""
 
-    anchor_memory: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    anchor_memory: NotNegative = 0.5
     """Memory of a rank for old bits while an anchor is on its way, as a share of its weights' size.
     Later versions are published meanwhile; the old bits of each (10 bytes a change in bf16) are
     kept until the anchor has passed their tensor. The version that exceeds this share stays in

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deltachain.chain.trust import Trust
-from deltachain.setting_types import NotNegative, Positive, check_kinds
+from deltachain.setting_types import AtLeastZero, Positive, check_kinds
 from deltachain.store import Location, location_of
 
 
@@ -29,11 +29,11 @@ class SubscribeConfig:
     base: Path | None = None
     """Local folder of the chain's base checkpoint; a path that the store names is never opened."""
 
-    stage_budget: NotNegative = 4 << 30
+    stage_budget: AtLeastZero = 4 << 30
     """Limit of staged and undo bits, in bytes. A larger update (an anchor of a large model) is
     decoded twice, once for verification and once while it is written, and cannot be undone."""
 
-    undo_applies: NotNegative = 2
+    undo_applies: AtLeastZero = 2
     """Number of applies whose old bits are kept for a ``rollback`` without the store."""
 
     poll_s: Positive | None = None

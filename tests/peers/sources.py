@@ -1,6 +1,6 @@
 """``python -m tests.peers.sources``: sources of systems that are no package, at pinned commits.
 
-They lie in ``.peers``, or the folder that ``PEERS`` names; a folder that is there is not fetched.
+``PEERS`` names the folder, by default ``.peers``; sources in it are not fetched again.
 """
 
 import importlib

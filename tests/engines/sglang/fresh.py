@@ -49,8 +49,8 @@ def load_in_context(
 ) -> Iterator[tuple[Any, nn.Module]]:
     """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
 
-    Ranks are stages (``pp``) or shards, of experts as a whole (``ep``) or in part. With ``heads``,
-    those of the checkpoint draft.
+    Ranks are stages (``pp``) or shards, of experts as a whole (``ep``) or in part. ``heads`` of the
+    checkpoint draft if asked for.
     """
     del plain_linears, plain_experts
     _bring_up(checkpoint, tp, rank, way, redundant)
