@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -464,7 +464,7 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
     if scheme not in fsspec.available_protocols():
         raise errors.ConfigError(
             f"store URLs that begin with {scheme}:// are not supported",
-            hint=_known(fsspec.available_protocols()),
+            hint=_known(),
         )
     if scheme in WRAPPERS or "::" in url:
         raise errors.ConfigError(
@@ -507,15 +507,13 @@ def _fsspec(scheme: str) -> ModuleType:
     except ImportError as exc:
         raise errors.ConfigError(
             f"store URLs that begin with {scheme}:// need fsspec, or are not supported",
-            hint=f"pip install '{_extra(scheme)}'; without it, {_known(())}",
+            hint=f"pip install '{_extra(scheme)}'; without it, {_known()}",
         ) from exc
 
 
-def _known(protocols: Iterable[str]) -> str:
-    names = {*schemes(), *protocols} - WRAPPERS
-    return "give the path of a folder, or a URL that begins with one of: " + ", ".join(
-        sorted(names)
-    )
+def _known() -> str:
+    names = ", ".join(sorted({*schemes(), *PROMISES}))
+    return f"give the path of a folder, or a URL that begins with one of: {names}"
 
 
 def _extra(scheme: str) -> str:

@@ -79,8 +79,9 @@ class ApplyReceipt:
 
     def __str__(self) -> str:
         origin = "nothing" if self.previous is None else self.previous
+        step = "" if self.step is None else f"step {self.step} "
         return (
-            f"version {self.version} (from {origin}) nnz {self.nnz:,} {self.nbytes:,} B "
+            f"version {self.version} (from {origin}) {step}nnz {self.nnz:,} {self.nbytes:,} B "
             f"fetch {self.fetch_s:.3f} s stage {self.stage_s:.3f} s swap {self.swap_s * 1e3:.1f} ms"
         )
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Event, Lock, RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, cast
@@ -130,6 +130,7 @@ def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN4
         "reason": "",
         "pinned": subscriber.pinned,
         "poisoned": subscriber.poisoned,
+        "trouble": str(subscriber.trouble) if subscriber.trouble else "",
         "doubt": str(doubt.args[0]) if doubt else "",
         "last": msgspec.to_builtins(last) | {"state": str(last.state)} if last else None,
         "phases": last.phases if last else {},
@@ -305,6 +306,7 @@ class Subscriber(Closeable):
         self.target = as_target(target)
         self.pinned = self.poisoned = False
         self.last: ApplyReceipt | None = None
+        self.trouble: errors.DeltaChainError | None = None  # of the last round of `follow`
         self.told = Event()
         self.group: Group | None = None
         self._usable = UsablePlans(self.config.base)
@@ -600,14 +602,18 @@ class Subscriber(Closeable):
                 polls = 0 if is_due else polls
                 receipt = receipt or around
                 if is_sure:
+                    self.trouble = None
                     looked(None)
             except NEEDS_A_PERSON as exc:
+                self.trouble = exc
                 self.watch.ended(exc)
                 raise
             except errors.DeltaChainError as exc:
                 trouble = exc  # raised after the receipt: its version was applied
                 if isinstance(exc, NOT_BEGUN):
                     self.times.looked()
+                else:
+                    self.trouble = exc
             if receipt is not None:
                 yield receipt
             if trouble is not None:
@@ -650,21 +656,12 @@ class Subscriber(Closeable):
         return self._writing
 
     def status(self) -> Status:
-        """Return the held version, its lag and its health, for operators and probes."""
-        chain, held = self.chain, self.held
-        head, doubt = chain.head(), self.watch.doubt
-        try:
-            if held is not None:
-                with suppress(errors.MirrorLagsError):  # proven from a store ahead of this one
-                    history.check_standing(chain, held)
-            if head is not None:
-                check_age(chain, head)
-        except (errors.ChainError, errors.ObjectNotFoundError) as exc:
-            doubt = exc
-        found = known_status(
-            self, head=head.version if head else None, doubt=str(doubt.args[0]) if doubt else ""
-        )
-        return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
+        """Return the held version, its lag and its health as of the last look, for probes.
+
+        Makes no request, and raises nothing: before the chain exists it holds no version.
+        """
+        waits = NOTHING_HELD if self.held is None else ""
+        return judged(known_status(self), HealthLimits(silence_s=None), waits)
 
     def close(self) -> None:
         """Release store and target; idempotent."""

@@ -116,7 +116,9 @@ class TensorTarget(PatchedTarget):
         if unknown:
             others = f" and {len(unknown) - 1} more tensors" if unknown[1:] else ""
             raise errors.TensorMismatchError(
-                f"not in the chain: {unknown[0]!r}{others} of the target", tensor=unknown[0]
+                f"not in the chain: {unknown[0]!r}{others} of the target",
+                tensor=unknown[0],
+                hint="give the tensors of the chain alone: `deltachain inspect URL --table`",
             )
         self._forms = self._forms_of(self._tensors)
 
@@ -134,7 +136,7 @@ class TensorTarget(PatchedTarget):
             if not isinstance(tensor, Tensor):
                 raise errors.ConfigError(
                     f"{name!r} of the target is a {type(tensor).__name__}, not a torch tensor",
-                    hint="torch.from_numpy(array) shares the memory of an array",
+                    hint="give torch.empty(shape, dtype=dtype), or torch.from_numpy(array)",
                 )
         return dict(self.source)
 
@@ -218,7 +220,9 @@ class TensorTarget(PatchedTarget):
         for (device, _, stop, one), (near, start, _, other) in pairwise(ranges):
             if device == near and start < stop:
                 raise errors.TensorMismatchError(
-                    f"{one!r} and {other!r} are tied in the target, not in the chain", tensor=other
+                    f"{one!r} and {other!r} are tied in the target, not in the chain",
+                    tensor=other,
+                    hint="give each name memory of its own, or tie them in the trainer",
                 )
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[tensor_patch.WholeTensor]:
@@ -265,7 +269,9 @@ def _form(tensor: Tensor) -> _Form:
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> tensor_patch.WholeTensor:
     found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
-    hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
+    hint = "load the target in the chain's dtype"
+    if found[1] != tuple(spec.shape):
+        hint = "the target is not the model of this chain: `deltachain inspect URL --table`"
     check_spec(name, found, "the target", spec, hint=hint)
     if tensor.layout != torch.strided or tensor.is_neg():
         raise errors.TensorMismatchError(

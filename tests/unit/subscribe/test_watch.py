@@ -157,7 +157,9 @@ def test_a_follower_that_comes_back_to_an_older_store_does_not_believe_it(
             again.update()
 
 
-def test_a_status_never_lags_by_less_than_nothing(run: Run, subscriber: Subscriber) -> None:
+def test_a_status_never_lags_by_less_than_nothing(
+    run: Run, subscriber: Subscriber, told: Told
+) -> None:
     run.publish(1)
     earlier = objects_of(run.store)
     run.publish(2, 3)
@@ -166,9 +168,21 @@ def test_a_status_never_lags_by_less_than_nothing(run: Run, subscriber: Subscrib
     status = subscriber.status()
     assert (status.lag_versions, status.doubt, status.manifest) == (0, "", held.manifest)
     put_back(run.store, earlier)
+    told.run(nothing)
     status = subscriber.status()
     assert (status.head, status.lag_versions) == (1, None)
     assert status.doubt.startswith("the store went back: version 3 is held")
+    assert status.trouble.startswith(status.doubt)
+
+
+def test_a_status_makes_no_request(run: Run, subscriber: Subscriber) -> None:
+    status = subscriber.status()
+    assert (status.version, status.head, status.chain, status.ready) == (None, None, None, False)
+    run.publish(1)
+    subscriber.update()
+    asked = subscriber.store.requests
+    assert (subscriber.status().head, subscriber.status().ready) == (1, True)
+    assert subscriber.store.requests == asked
 
 
 def test_a_rollback_to_what_is_there_leads_out(run: Run, told: Told) -> None:
