@@ -15,7 +15,8 @@ AGENTS: Final = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agen
 
 def clustered(*nodes: dict[str, Any]) -> Cluster:
     """Start nodes with the given resources, the head first, and connect to them."""
-    os.environ |= {"RAY_worker_niceness": "0"}  # by default 15: a busy machine would starve them
+    # A busy machine would starve workers of priority 15, and its memory is not theirs alone.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
     cluster, given = Cluster(), {"num_cpus": 2, "object_store_memory": SMALL}
     for node in nodes:
         ports = {name: free_port() for name in AGENTS}
