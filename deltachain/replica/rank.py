@@ -33,13 +33,11 @@ from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, Version
 
 from . import messages as wire
-from .batches import Stager
-from .device_staging import DeviceStager
+from .batches import DeviceStager, HostStager, Stager
 from .engine import EngineModel
 from .fetcher import fill, folder_id, sees_probe
 from .freed_memory import reusing_memory, trim_memory
 from .host_copies import HostCopies
-from .host_staging import HostStager
 from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover

@@ -22,7 +22,7 @@ from deltachain.kernels.torch_kernels import live_bits, storage_bits
 from deltachain.replica import fetcher, placements
 from deltachain.replica import rank as rank_module
 from deltachain.replica import staged as staged_module
-from deltachain.replica.host_staging import HostStager
+from deltachain.replica.batches import HostStager
 from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.layout.model_state import LoadGroup
 from deltachain.replica.placements import Placement, Window, nested
