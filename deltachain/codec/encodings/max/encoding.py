@@ -140,7 +140,7 @@ class MaxEncoding(Encoding):
 
     @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
-        from deltachain.codec.encodings.max.encoder import encode_tiles  # noqa: PLC0415
+        from deltachain.codec.encodings.max.coder import encode_tiles  # noqa: PLC0415
 
         spec, indices, old = delta.spec, delta.indices, out.old
         if indices is None or delta.absolute.any():
@@ -196,7 +196,7 @@ class MaxEncoding(Encoding):
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
-        from deltachain.codec.encodings.max.decoder import decode_tiles  # noqa: PLC0415
+        from deltachain.codec.encodings.max.coder import decode_tiles  # noqa: PLC0415
 
         segments, streams = self.streams_of(tensor)
         try:
@@ -209,7 +209,7 @@ class MaxEncoding(Encoding):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
-        from deltachain.codec.encodings.max.decoder import stage_tiles  # noqa: PLC0415
+        from deltachain.codec.encodings.max.coder import stage_tiles  # noqa: PLC0415
 
         segments, streams = self.streams_of(tensor)
         try:
