@@ -588,11 +588,11 @@ def check_kernels(
             data[rng.integers(data.size)] ^= 1 << rng.integers(8)
         for chosen in (None, wanted):
             streams = tiles.TileStreams(data, old, table, grid, chosen)
-            found = [decoded(kernel, segments, streams) for kernel in (reference_tiles, decoder)]
+            found = [decoded(kernel, segments, streams) for kernel in (reference_tiles, coder)]
             assert found[0] == found[1]
             for box in boxes(grid, delta.spec.numel):
                 staged = [
-                    outcome(kernel, segments, streams, box) for kernel in (reference_tiles, decoder)
+                    outcome(kernel, segments, streams, box) for kernel in (reference_tiles, coder)
                 ]
                 assert staged[0] == staged[1]
                 assert (staged[0] is None) == (found[0] is None)

@@ -1,9 +1,10 @@
 """Compiled kernels that encode and decode tiles; see :mod:`.tiles`.
 
-To decode, the ranks of a class are read first, then taken to positions by the numbers of its elements before
-spans and words of the tile: neither waits for the other. Where the size of a magnitude depends on
-the element, the class is listed before. Elements are found tile by tile and class by class. To put
-a segment in order, its places are marked, and what is marked before each gives its number.
+To decode, the ranks of a class are read first, then taken to positions by the numbers of its
+elements before spans and words of the tile: neither waits for the other. Where the size of a
+magnitude depends on the element, the class is listed before. Elements are found tile by tile and
+class by class. To put a segment in order, its places are marked, and what is marked before each
+gives its number.
 """
 
 from functools import partial

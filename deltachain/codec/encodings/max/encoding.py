@@ -13,7 +13,7 @@ from typing_extensions import override
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.max import tiles
-from deltachain.codec.encodings.max.table import BinCounts, table_of
+from deltachain.codec.encodings.max.tiles import BinCounts, table_of
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import OldBits, TensorDelta
