@@ -51,8 +51,7 @@ from .layout.runtime_tables import RuntimeTables
 from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
 from .placements import HolderKey, Placement, Window
 from .settings import RankSettings
-from .spool import Spool
-from .spool_reader import SpoolReader
+from .spool import Spool, SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
 
 

@@ -18,7 +18,7 @@ from deltachain.threads import Pool
 
 from .batches import DeviceStager, GroupPlan, HostStager, LayoutStreams
 from .placements import HolderKey
-from .spool_reader import host_bits
+from .spool import host_bits
 
 Effects: TypeAlias = dict[HolderKey, Effect]
 """Effects of a stage on the state digest, by holders."""

@@ -27,8 +27,7 @@ from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.layout.model_state import LoadGroup
 from deltachain.replica.placements import Placement, Window, nested
 from deltachain.replica.rank import Rank
-from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
-from deltachain.replica.spool_reader import SpoolReader
+from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, SpoolReader
 from deltachain.replica.staged import RankStaged
 from deltachain.store import MemoryStore
 from deltachain.subscribe.targets.tensor_patch import prepare, state_of, write
