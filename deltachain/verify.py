@@ -22,7 +22,8 @@ from deltachain.chain.fetch import Fetched, Room, fetching, scratch
 from deltachain.chain.plan import Plan
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import ENCODINGS
-from deltachain.codec.container import RowDigests, TensorRow
+from deltachain.codec.container import TensorRow
+from deltachain.codec.rows import RowDigests
 from deltachain.delta import ABSOLUTE, WINDOW_NBYTES, OldBits, TensorDelta, fold_within, pieces
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal

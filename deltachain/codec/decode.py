@@ -10,10 +10,10 @@ from deltachain import errors
 from deltachain.codec import container
 from deltachain.codec import container as d
 from deltachain.codec.columns import RowColumns, columns_of
-from deltachain.codec.container import check_digests, with_full_rows, with_short_rows
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
+from deltachain.codec.rows import check_digests, with_full_rows, with_short_rows
 from deltachain.delta import WINDOW_NBYTES, OldBits, TensorDelta, pieces
 from deltachain.format.documents import decode
 from deltachain.format.keys import object_digest

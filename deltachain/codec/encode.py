@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from deltachain.codec import container as d
-from deltachain.codec.container import has_compact, share, with_short_rows, write_header
+from deltachain.codec.container import write_header
 from deltachain.codec.encodings import EncodedTensor, Encoding
 from deltachain.codec.encodings.dense import DenseEncoding, PlainEncoding, RawEncoding
 from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
@@ -21,6 +21,7 @@ from deltachain.codec.frames import (
     deflate_directory,
     largest_frame,
 )
+from deltachain.codec.rows import has_compact, share, with_short_rows
 from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest

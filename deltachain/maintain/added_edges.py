@@ -14,7 +14,8 @@ from deltachain.chain.fetch import Fetched, fetching, scratch
 from deltachain.chain.plan import Plan
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec import ENCODINGS, Change
-from deltachain.codec.container import TensorRow, own_digests
+from deltachain.codec.container import TensorRow
+from deltachain.codec.rows import own_digests
 from deltachain.delta import TensorDelta, pieces
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary

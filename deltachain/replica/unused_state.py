@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS
-from deltachain.codec.container import TensorRow, groups
+from deltachain.codec.container import TensorRow
+from deltachain.codec.rows import groups
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.subscribe.proof import Effect

@@ -15,16 +15,11 @@ from msgspec import to_builtins
 from deltachain.chain.plan import ANCHORS_LISTED, REQUEST_NBYTES, VERSIONS_LISTED
 from deltachain.codec import ENCODINGS
 from deltachain.codec import container as d
-from deltachain.codec.container import (
-    MAX_DIRECTORY,
-    MAX_HEADER,
-    SEGMENT,
-    with_full_rows,
-    with_short_rows,
-)
+from deltachain.codec.container import MAX_DIRECTORY, MAX_HEADER, SEGMENT
 from deltachain.codec.encode import BUCKET, TURNS
 from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
+from deltachain.codec.rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.format import documents
 from deltachain.format.keys import digest_key, manifest_key

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec import container as d
-from deltachain.codec.container import (
+from deltachain.codec.container import TensorRow
+from deltachain.codec.encodings.max import coder, encoding, tiles
+from deltachain.codec.rows import (
     SHARED_NUMEL,
     RowDigests,
-    TensorRow,
     check_digests,
     groups,
     share,
     with_full_rows,
     with_short_rows,
 )
-from deltachain.codec.encodings.max import coder, encoding, tiles
 from deltachain.delta import ABSOLUTE, OldBits, TensorDelta, changes
 from deltachain.errors import ConfigError, DigestMismatchError, MalformedError
 from deltachain.format.keys import digest_key

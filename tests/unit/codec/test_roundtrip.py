@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltachain.codec import Change, Part, encode_part
-from deltachain.codec.container import SEGMENT, own_digests
+from deltachain.codec.container import SEGMENT
+from deltachain.codec.rows import own_digests
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
 
