@@ -127,7 +127,6 @@ _ALGORITHM: Final = "xxh3-128"
 
 
 def _named(dtype: str) -> str:
-    """Return torch's name of a dtype, as their records have it."""
     from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415 - slow
 
     return str(TORCH_DTYPES[dtype]).removeprefix("torch.")

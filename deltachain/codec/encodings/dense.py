@@ -143,7 +143,6 @@ class DenseEncoding(Encoding):
 
 
 def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each run of consecutive elements."""
     if delta.indices is None:
         yield delta.start, delta.start + delta.nnz
     elif delta.nnz:

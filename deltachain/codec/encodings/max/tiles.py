@@ -61,7 +61,6 @@ class TileStreams(NamedTuple):
 
 
 def bins(bits: Bits, shift: int, mask: int) -> Bytes:
-    """Return the bin of each element, by its bits."""
     kind = bits.dtype.type
     return ((bits >> kind(shift)) & kind(mask)).astype(np.uint8)
 
@@ -113,7 +112,6 @@ class BinCounts:
 
     @classmethod
     def of(cls, old: OldBits, delta: TensorDelta, grid: TileGrid) -> "BinCounts":
-        """Count the changes of a tensor, by indices and steps."""
         changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
         from deltachain.codec.encodings.max.classes import count_bins  # noqa: PLC0415 - numba is slow
 
