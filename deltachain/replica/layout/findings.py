@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from torch import Tensor, nn
 
-from deltachain.disjoint_sets import join_sets
+from deltachain.replica.layout.classes import join_sets
 from deltachain.replica.placements import Placement
 
 from .classes import ON_HOST, TensorClass
