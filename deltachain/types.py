@@ -24,30 +24,17 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Indices: TypeAlias = npt.NDArray[np.int64]  # flat indices into a full tensor, strictly increasing
 
 WIRE_DTYPES: Final[dict[str, int]] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
+    name: nbytes
+    for nbytes, names in (
+        (1, "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"),
+        (2, "U16 I16 F16 BF16"),
+        (4, "U32 I32 F32"),
+        (8, "U64 I64 F64"),
+    )
+    for name in names.split()
 }
 
-BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
+BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4, 8)}
 
 MAX_DIMS: Final = 64  # so that computing the product of a shape is cheap
 MAX_NUMEL: Final = 1 << 48  # elements: flat indices and byte counts fit into int64

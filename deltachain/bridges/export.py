@@ -23,8 +23,7 @@ from deltachain.format.documents import Struct, decode
 from deltachain.remote_code import without_remote_code
 from deltachain.store import FileStore, Store
 from deltachain.subscribe import HeldVersion, Subscriber
-from deltachain.subscribe.targets.base import Write, write_all
-from deltachain.subscribe.targets.local import PatchedTarget
+from deltachain.subscribe.targets.base import PatchedTarget, Write, write_all
 from deltachain.subscribe.targets.tensor_patch import Patch, WholeTensor, prepare, state_of
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 

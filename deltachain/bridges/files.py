@@ -76,7 +76,6 @@ class TensorFile:
         return entry
 
     def read(self, entry: Entry) -> npt.NDArray[Any]:
-        """Return a flat array of the entry's bits."""
         data = self.store.get_range(self.key, entry.start, entry.nbytes)
         return np.frombuffer(data, BITS_DTYPES[WIRE_DTYPES[entry.dtype]])
 
@@ -88,7 +87,6 @@ class Index(msgspec.Struct, frozen=True):
     metadata: dict[str, str | int | float | bool | None] = {}
 
     def files(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield each file with the names of its tensors."""
         by_file = lambda name: self.weight_map[name]  # noqa: E731
         for file, names in groupby(sorted(self.weight_map, key=by_file), by_file):
             yield file, list(names)

@@ -89,7 +89,6 @@ class Importer(Closeable):
         yield from repeat(round_, stop=stop, poll_s=poll_s, looked=lambda _: None, doing=doing)
 
     def _head_number(self) -> int | None:
-        """Return the number of the chain's head; ``None`` without one."""
         try:
             head = Chain.open(self._chain_store).head()
         except errors.ObjectNotFoundError:
@@ -138,7 +137,6 @@ class Importer(Closeable):
         return None
 
     def _read(self, key: str | None, before: HostModel | None) -> HostModel:
-        """Read the version of a marker, or the base."""
         if key is None and self._base is not None:
             base = Checkpoint(self._base)
             return HostModel(base.specs, base.bits)

@@ -63,7 +63,6 @@ class Prunes:
 
     @property
     def names_edges(self) -> bool:
-        """Whether the newest record that was read names any edge."""
         return self._newest is not None and bool(self._newest.pruned)
 
     def is_pruned(self, edge: EdgeSummary) -> bool:
@@ -414,5 +413,4 @@ class _Search:
         return plan if from_held or held is None or plan.cost <= least or is_last else None
 
     def end(self) -> Plan:
-        """Return the cheapest plan over all known edges."""
         return make_plan(self._held, self._version, self._edges.values(), encodings=self._encodings)

@@ -445,7 +445,6 @@ def plan_present(  # noqa: PLR0913 - each leaves out something else
 
 
 def is_reachable(chain: Chain, version: Version) -> bool:
-    """Return whether a committed version can be rebuilt from nothing."""
     committed = chain.find(version)
     if committed is None:
         return False

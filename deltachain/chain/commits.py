@@ -96,7 +96,6 @@ class Commits:
         self.anchor, self.anchor_is_gone = anchor, False
 
     def take_restored(self) -> tuple[str, ...]:
-        """Return the keys restored since the last call."""
         restored, self.restored = tuple(self.restored), []
         return restored
 
@@ -291,7 +290,6 @@ class Commits:
         return object_digest(before) == manifest.parent
 
     def _read_back(self, manifest: Manifest, info: ObjectInfo) -> Committed:
-        """Read the manifest under the version's key and check that it is this publisher's."""
         data = self._read(info)
         found = unseal(data, Manifest, key=info.key)
         check_own(manifest, found, key=info.key)

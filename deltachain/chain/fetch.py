@@ -105,7 +105,6 @@ class Room:
             return at
 
     def fill(self, store: Store, ref: StoredObject) -> int:
-        """Copy an object into the file; return its offset."""
         at = self.take(ref.nbytes)
         if ref.pin or ref.nbytes <= LARGE:  # content is not read in ranges
             self.write(_read(store, ref), at)

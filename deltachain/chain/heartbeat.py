@@ -36,7 +36,6 @@ _WITHHELD: Final = (
 def write_heartbeat(
     chain: Chain, committed: Committed, *, now: float, tags: Mapping[str, int], prune: int = NONE
 ) -> None:
-    """Write which records are the newest."""
     heartbeat = Heartbeat(
         chain=chain.identity.chain,
         version=committed.version,

@@ -226,7 +226,6 @@ def chain_around(folder: Path) -> Path | None:
 
 
 def has_versions(store: Store) -> bool:
-    """Return whether the store has a head hint or any manifest."""
     return _has_traces(store) or next(iter(store.list("manifests/")), None) is not None
 
 

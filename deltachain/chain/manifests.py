@@ -103,7 +103,6 @@ class Looks:
         self._lock = Lock()
 
     def at(self, versions: Iterable[Version]) -> dict[Version, ObjectInfo]:
-        """Return the metadata of the manifests that exist, by version."""
         wanted = list(versions)
         known = [CHAIN_KEY] if self._identity else []
         infos = self._store.find_all([*known, *map(manifest_key, wanted)])
@@ -144,7 +143,6 @@ class Looks:
 
     @property
     def sees_identity(self) -> bool:
-        """Whether looks include the identity of the chain."""
         return self._identity is not None
 
     def ahead(self, versions: Sequence[Version]) -> None:

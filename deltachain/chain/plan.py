@@ -157,7 +157,6 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Size of the payload to fetch, in bytes."""
         return sum(edge.nbytes for edge in self.edges)
 
     @property
@@ -187,7 +186,6 @@ def make_plan(
     *,
     encodings: Collection[str],
 ) -> Plan:
-    """Find the cheapest plan from ``held`` to ``target``."""
     edges = tuple(edges)
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):

@@ -49,7 +49,6 @@ class PublisherRecord(Document, frozen=True, kw_only=True):
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether a publisher of this process wrote it."""
         there = (self.machine, self.pid, self.started)
         return bool(self.machine) and there == (_machine(), os.getpid(), _start_of(os.getpid()))
 

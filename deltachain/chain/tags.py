@@ -158,7 +158,6 @@ class _Search:
         return self._read[version]
 
     def _near(self, step: int) -> str:
-        """Name the nearest steps below and above that were met."""
         met = [s for s in self._read.values() if s is not None and s.step is not None]
         below = max((s for s in met if s.step is not None and s.step < step), default=None, key=_by)
         above = min((s for s in met if s.step is not None and s.step > step), default=None, key=_by)
@@ -292,7 +291,6 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
 
 
 def _is_own(chain: Chain, key: str, kind: type[Document]) -> bool:
-    """Return whether the signing key of this process signed a record."""
     signers = chain.trust.signers(chain.store.get(key), kind, chain.identity.chain)
     own = chain.trust.key
     return own is not None and own.public.key_id in signers

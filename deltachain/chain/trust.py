@@ -52,7 +52,6 @@ class PublicKey:
         return f"{ALGORITHM}:{self.raw.hex()}"
 
     def verifies(self, signature: documents.Signature, signed: bytes) -> bool:
-        """Return whether a signature of some bytes is this key's."""
         if signature.algorithm != ALGORITHM or signature.key_id != self.key_id:
             return False
         if _VALUE.fullmatch(signature.value) is None:

@@ -13,7 +13,7 @@ __all__ = ["main"]
 def main() -> None:
     print_in_any_encoding()
     try:
-        from deltachain.cli.app import app  # noqa: PLC0415 - handles Ctrl-C during imports too
+        from deltachain.cli.app import app  # here: handles Ctrl-C during imports too
 
         app()
     except KeyboardInterrupt:

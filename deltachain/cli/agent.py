@@ -1,6 +1,5 @@
 """``deltachain agent``: a sidecar that makes a stock server follow a chain."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from threading import Event
 from typing import Annotated
 

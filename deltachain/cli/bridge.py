@@ -1,6 +1,5 @@
 """``deltachain export`` and ``import``: a chain as files of other systems, and the reverse."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from pathlib import Path
 from threading import Event
 from typing import Annotated, TypeAlias

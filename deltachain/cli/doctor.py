@@ -1,6 +1,5 @@
 """``deltachain doctor``: find what keeps a publisher or a follower from working."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Final
 

@@ -1,6 +1,5 @@
 """``deltachain estimate``: what a chain of a model will cost."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import re
 from dataclasses import asdict
 from pathlib import Path

@@ -1,6 +1,5 @@
 """``deltachain fleet``: query or control replicas in parallel."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import os

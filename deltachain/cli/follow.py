@@ -1,6 +1,5 @@
 """``deltachain follow``: keep a checkpoint folder at the head."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import dataclasses
 from collections.abc import Iterator
 from threading import Event

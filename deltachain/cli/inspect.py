@@ -1,6 +1,5 @@
 """``deltachain inspect``: show the contents of a delta, an anchor or a tensor table."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from collections import Counter

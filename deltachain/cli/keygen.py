@@ -1,6 +1,5 @@
 """``deltachain keygen`` and ``deltachain sign``: make a key, and begin to sign a chain with it."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing

@@ -1,6 +1,5 @@
 """``deltachain log``: the versions of a chain, newest first."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import logging

@@ -1,6 +1,5 @@
 """``deltachain maintain``: add skips and anchors and prune, round after round."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from threading import Event
 from typing import TYPE_CHECKING, Annotated
 

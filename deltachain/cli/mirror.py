@@ -1,6 +1,5 @@
 """``deltachain mirror``: copy a chain into another store, and keep it there."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import dataclasses
 import os
 import time

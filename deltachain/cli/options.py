@@ -1,7 +1,5 @@
 """Command-line options shared by several commands."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when a command runs
-
 import math
 import os
 from contextlib import suppress

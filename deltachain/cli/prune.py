@@ -1,6 +1,5 @@
 """``deltachain prune`` and ``anchor``: retire old edges, and add a place for newcomers to start."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import re

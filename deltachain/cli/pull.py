@@ -1,6 +1,5 @@
 """``deltachain pull``: write a version to a checkpoint folder."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from deltachain.cli import console as c
 from deltachain.cli import options
 from deltachain.cli.follow import receipt_row

@@ -1,6 +1,5 @@
 """``deltachain push``: publish a checkpoint as the newest version of a chain."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,6 +1,5 @@
 """``deltachain revert``: bring every replica back to an older version, durably."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 

@@ -1,6 +1,5 @@
 """What commands share that go on until they are stopped: their end, metrics and presence."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence

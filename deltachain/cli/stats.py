@@ -1,6 +1,5 @@
 """``deltachain stats``: size of a chain."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 

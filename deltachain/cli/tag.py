@@ -1,6 +1,5 @@
 """``deltachain tag``: list, set and remove names of versions."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import time
 from typing import TYPE_CHECKING, Annotated
 

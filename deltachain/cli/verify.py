@@ -1,6 +1,5 @@
 """``deltachain verify``: verify all objects and states of a chain."""
 
-# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 import dataclasses
 import time
 from collections import defaultdict

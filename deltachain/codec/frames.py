@@ -152,7 +152,6 @@ class StreamReader:
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return the inflated bytes ``start:stop`` of the stream."""
         if start == stop:
             return b""
         number = bisect_right(self._raw_at, start) - 1

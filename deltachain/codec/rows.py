@@ -80,7 +80,6 @@ def is_compact(row: TensorRow) -> bool:
 
 
 def _with_segments(rows: Sequence[TensorRow]) -> Iterator[tuple[TensorRow, slice]]:
-    """Yield each row with the range of its segments."""
     at = 0
     for row in rows:
         yield row, slice(at, at + row.segments)
@@ -117,7 +116,6 @@ def _distance(nbytes: int, nnz: int) -> int:
 
 
 def _size(distance: int, nnz: int) -> int:
-    """Return the size that has a distance."""
     nbytes = _usual_size(nnz) + (-(distance + 1) // 2 if distance % 2 else distance // 2)
     if nbytes < 0:
         raise ValueError(f"tiles of {nbytes} bytes")
@@ -153,7 +151,6 @@ def may_share(row: TensorRow) -> bool:
 
 
 def check_digests(rows: Iterable[TensorRow]) -> None:
-    """Check the digests of all rows of a part."""
     rows = tuple(rows)
     digests = "".join(row.digest for row in rows).encode(errors="replace")
     if all(len(row.digest) == 32 for row in rows) and not digests.translate(None, HEX):

@@ -380,7 +380,6 @@ class Lane:
     def _enqueue(
         self, spans: Sequence[TensorSpan], arena: Arena, header: Tensor | None
     ) -> Launched:
-        """Enqueue the comparison of a batch."""
         from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
 
         streams = self.streams

@@ -532,7 +532,6 @@ def promote(store: Store) -> Version:
 
 
 def _oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Version:
-    """Return the oldest version whose payloads are copied."""
     if start is None:
         record = read_mirror(chain.store)
         return record.first if record else 0

@@ -10,22 +10,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import ClassVar, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from typing_extensions import override
 
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import Part
 from deltachain.codec.columns import RowColumns
 from deltachain.codec.container import in_bits
+from deltachain.errors import MalformedError
 from deltachain.format.keys import digest_key
-from deltachain.kernels import segments
+from deltachain.kernels import host, segments, staging
+from deltachain.kernels.arrays import BrokenSegmentError, StagedBatch
 from deltachain.kernels.segments import StreamLayout, TensorStreams
-from deltachain.kernels.torch_kernels import storage_bits
+from deltachain.kernels.torch_kernels import INT_DTYPES, storage_bits
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite
 from deltachain.types import TensorSpec
@@ -96,25 +97,20 @@ class BatchWrite(StagedWrite):
     back: bool = field(default=False, kw_only=True)
 
     @property
-    @override
     def names(self) -> Sequence[str]:
         return self.tensors
 
     @property
-    @override
     def nbytes(self) -> int:
         return self.size
 
     @property
-    @override
     def can_undo(self) -> bool:
         return True
 
-    @override
     def undo(self) -> Self:
         return replace(self, back=not self.back)
 
-    @override
     def without_old(self) -> Self:
         return self
 
@@ -356,3 +352,128 @@ def _cut_bits(
         return packed[first // 8 : (last + 7) // 8], first % 8
     bits = np.unpackbits(packed, bitorder="little")[bit : bit + int(counts.sum())]
     return np.packbits(bits[np.repeat(chosen, counts)], bitorder="little"), 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostWrite(BatchWrite):
+    """Changes of many tensors, staged on the host."""
+
+    changes: StagedBatch
+    places: segments.PlacementTable
+
+    def run(self) -> None:
+        bits = self.changes.old if self.back else self.changes.new
+        host.write_batch_(self.places, self.changes, bits)
+
+
+class HostStager(Stager):
+    """Stages groups of tensors whose elements are all in place on the host."""
+
+    folds: ClassVar[bool] = False
+    group_nbytes: ClassVar[int] = 1 << 18
+
+    def warm_up(self) -> None:
+        bits = np.ones(1, np.uint8)
+        for width, table in self._tables.items():
+            layout = segments.StreamLayout(width, 1, absolute=True)
+            one = segments.TensorStreams(
+                0, 1 << 40, np.array([(1 << 39, 1, 1, 1, 0, 0)]), [bits] * width, [bits - bits]
+            )
+            batch = segments.pack(layout, [one])
+            host.write_batch_(table, staged := host.stage_batch(batch, table), staged.new)
+
+    def stage(self, group: GroupPlan) -> tuple[Sequence[HostWrite], Mapping[HolderKey, Effect]]:
+        """Verify, decode and stage a group of one object; may run in any thread."""
+        layouts: dict[segments.StreamLayout, list[segments.TensorStreams]] = defaultdict(list)
+        (streams,), writes = self.read(group), []
+        for layout, some in streams:
+            layouts[layout].append(some)
+        for layout, tensors in layouts.items():
+            batch, places = segments.pack(layout, tensors), self._tables[layout.width]
+            try:
+                staged = host.stage_batch(batch, places)
+            except BrokenSegmentError as exc:
+                name = self._names[int(batch.table[exc.number, segments.Column.TENSOR])]
+                key = group.parts[0][0].key
+                raise MalformedError(f"{key}: {name!r}: {exc}", key=key) from exc
+            writes.append(HostWrite(group.names, staged.nbytes, staged, places))
+        effects: dict[HolderKey, Effect] = defaultdict(Effect)
+        for one in writes:
+            for slot, effect in self.effects(one.changes.sums).items():
+                effects[slot] += effect
+        return writes, effects
+
+
+# For a device, the host copies streams there as they are: about 1.3 bytes a change. All else runs
+# where the weights are, in batches of many tensors.
+@dataclass(frozen=True, slots=True)
+class DeviceWrite(BatchWrite):
+    """Changes of many tensors, staged on their device."""
+
+    changes: segments.StagedChanges
+
+    def run(self) -> None:
+        (staging.undo_ if self.back else staging.write_)(self.changes)
+
+
+class DeviceStager(Stager):
+    """Stages groups of tensors whose elements are all in place on one device."""
+
+    folds: ClassVar[bool] = True
+    group_nbytes: ClassVar[int] = 1 << 22
+
+    def warm_up(self) -> None:
+        """Compile the kernels of every layout of steps, before the first version."""
+        for width, table in self._tables.items():
+            live = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
+            dims = ((1, 1, 1),) * table.ndim
+            place = segments.PlacementTable.build(
+                [segments.LivePlacement(0, 0, dims, live)], [(0, 0)], self.device
+            )
+            for gap in (1, 2):
+                layout = segments.StreamLayout(width, gap, absolute=False)
+                bits = np.zeros(1, np.uint8)
+                one = segments.TensorStreams(
+                    tensor=0,
+                    numel=1,
+                    segments=np.array([(0, 1, 1, 1, 0, 0)]),
+                    planes=[NO_BYTES] * width,
+                    gaps=[bits] * gap,
+                    sign=bits,
+                    exception=bits,
+                )
+                batch = segments.pack(layout, [one], staging.allocator(self.device))
+                changes = staging.decode(batch, staging.upload(batch, self.device))
+                staging.write_(staging.stage(changes, place, [""]))
+
+    def stage(
+        self, groups: Sequence[tuple[GroupPlan, Sequence[Sequence[LayoutStreams]]]]
+    ) -> Iterator[tuple[list[GroupPlan], DeviceWrite, Mapping[HolderKey, Effect]]]:
+        """Stage groups of different tensors and their streams, one write for each width."""
+        by_width: dict[int, list[tuple[GroupPlan, Sequence[Sequence[LayoutStreams]]]]]
+        by_width = defaultdict(list)
+        for group, objects in groups:
+            layouts = [one.layout for some in objects for one in some]
+            if layouts:
+                by_width[layouts[0].width].append((group, objects))
+        for width, some in by_width.items():
+            changes = staging.fold(self._decoded([objects for _, objects in some]))
+            staged = staging.stage(changes, self._tables[width], self._names)
+            plans = [group for group, _ in some]
+            names = tuple(dict.fromkeys(name for group in plans for name in group.names))
+            yield plans, DeviceWrite(names, staged.nbytes, staged), self.effects(staged.sums)
+
+    def _decoded(
+        self, groups: Sequence[Sequence[Sequence[LayoutStreams]]]
+    ) -> list[segments.ChangeBatch]:
+        """Decode groups of one width, one batch for each version and layout, oldest first."""
+        found: list[segments.ChangeBatch] = []
+        memory = staging.allocator(self.device)
+        for version in zip_longest(*groups, fillvalue=()):
+            layouts: dict[segments.StreamLayout, list[segments.TensorStreams]] = defaultdict(list)
+            for layout, streams in chain.from_iterable(version):
+                layouts[layout].append(streams)
+            for layout, some in layouts.items():
+                packed = segments.pack(layout, some, memory)
+                found.append(staging.decode(packed, staging.upload(packed, self.device)))
+        return found

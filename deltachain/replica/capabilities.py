@@ -34,9 +34,15 @@ class Capability:
     needed_by: str = ""  # a use that is then refused: a pause mode, or SERVER
 
 
-def names(owner: str, members: str) -> tuple[str, ...]:
-    """Return the names of an owner's members, which spaces part."""
-    return tuple(owner + member for member in members.split())
+def names(text: str) -> tuple[str, ...]:
+    """Return the names in a text: a word that ends with ``:`` or ``.`` begins those after it."""
+    owner, found = "", list[str]()
+    for word in text.split():
+        if word.endswith((":", ".")):
+            owner = word
+        else:
+            found.append(owner + word)
+    return tuple(found)
 
 
 SERVER: Final = "server"

@@ -23,7 +23,7 @@ from .batches import GroupPlan
 from .engine import EngineModel
 from .layout.loaded_checkpoint import LoadedCheckpoint
 from .layout.module_members import bytes_of
-from .spool_reader import host_bits
+from .spool import host_bits
 from .staged import Share
 
 # Engines tie tensors by their values, such as a head that equals the embedding. The decision is

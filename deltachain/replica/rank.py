@@ -33,17 +33,14 @@ from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, Version
 
 from . import messages as wire
-from .batches import Stager
-from .device_staging import DeviceStager
+from .batches import DeviceStager, HostStager, Stager
 from .engine import EngineModel
 from .fetcher import fill, folder_id, sees_probe
 from .freed_memory import reusing_memory, trim_memory
 from .host_copies import HostCopies
-from .host_staging import HostStager
 from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
-from .layout.discover import Layout, discover, rediscover
-from .layout.expert_slots import ExpertSlots
+from .layout.discover import ExpertSlots, Layout, discover, rediscover
 from .layout.in_place import again, read_back
 from .layout.kept_proof import find_layout
 from .layout.loaded_checkpoint import LoadedCheckpoint
@@ -53,8 +50,7 @@ from .layout.runtime_tables import RuntimeTables
 from .moved_tensors import REPLACED, LateTies, LiveRecord, find_late_ties
 from .placements import HolderKey, Placement, Window
 from .settings import RankSettings
-from .spool import Spool
-from .spool_reader import SpoolReader
+from .spool import Spool, SpoolReader
 from .staged import NOTHING, RankStaged, Share, stage
 
 

@@ -16,11 +16,9 @@ from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
 
-from .batches import GroupPlan, LayoutStreams
-from .device_staging import DeviceStager
-from .host_staging import HostStager
+from .batches import DeviceStager, GroupPlan, HostStager, LayoutStreams
 from .placements import HolderKey
-from .spool_reader import host_bits
+from .spool import host_bits
 
 Effects: TypeAlias = dict[HolderKey, Effect]
 """Effects of a stage on the state digest, by holders."""

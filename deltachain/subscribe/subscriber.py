@@ -31,9 +31,8 @@ from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch_around import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, NOT_BEGUN, Looked, Round, repeat
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
-from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
+from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
-from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.threads import Closeable
 from deltachain.types import StateDigest, Version
 from deltachain.version import __version__

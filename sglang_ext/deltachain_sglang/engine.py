@@ -111,7 +111,6 @@ class SglangEngine:
         self._wait(self._server.resume())
 
     def name_version(self, version: int) -> None:
-        """Label tokens with this version."""
         self._wait(self._server.name(str(version)))
         self._doubted = False
 

@@ -23,7 +23,7 @@ from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
 from deltachain.kernels.torch_kernels import bits_of
-from deltachain.replica.host_staging import HostStager
+from deltachain.replica.batches import HostStager
 from deltachain.replica.placements import Placement
 from deltachain.replica.staged import NOTHING, RankStaged, stage
 from deltachain.subscribe.targets.base import HeldVersion, write_all

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from deltachain.replica.batches import HostWrite
 from deltachain.replica.host_copies import HostCopies
-from deltachain.replica.host_staging import HostWrite
 from deltachain.replica.rank import Rank, RankService
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets import tensor_patch

@@ -22,8 +22,7 @@ from deltachain.delta import OldBits, TensorDelta, changes, fold
 from deltachain.format import documents, keys
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
-from deltachain.replica.batches import BATCHED
-from deltachain.replica.host_staging import HostStager
+from deltachain.replica.batches import BATCHED, HostStager
 from deltachain.replica.placements import Placement
 from deltachain.store import MemoryStore
 from deltachain.subscribe.targets.base import write_all

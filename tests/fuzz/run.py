@@ -17,7 +17,7 @@ import atheris
 with atheris.instrument_imports(
     include=["deltachain"],
     exclude=[f"deltachain.kernels.{name}" for name in ("quantised_codes", "numba_kernels")]
-    + [f"deltachain.codec.encodings.max.{name}" for name in ("classes", "decoder", "encoder")],
+    + [f"deltachain.codec.encodings.max.{name}" for name in ("classes", "coder")],
 ):
     from tests.fuzz.mutate import MUTATORS, TARGETS, Target, must, seeds
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.kernels import staging
-from deltachain.replica.batches import GroupPlan
-from deltachain.replica.device_staging import DeviceStager
+from deltachain.replica.batches import DeviceStager, GroupPlan
 from deltachain.replica.placements import Placement
 from deltachain.replica.staged import RankStaged, Share, stage
 from deltachain.subscribe.targets.base import write_all

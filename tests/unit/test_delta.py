@@ -11,11 +11,11 @@ from deltachain import threads as slab
 from deltachain.chain.chain import Chain
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, changes, density, fold, fold_all
-from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.format.documents import Edge, ObjectRef, Table
 from deltachain.format.keys import digest_key, payload_key
 from deltachain.publish.writer import Writer
+from deltachain.replica.layout.classes import join_sets
 from deltachain.store import MemoryStore
 from deltachain.types import Bits, Indices, TensorSpec
 from deltachain.verify import verify

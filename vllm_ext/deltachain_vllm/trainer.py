@@ -88,7 +88,6 @@ class DeltaChainTrainer(base.TrainerWeightTransferEngine[DeltaChainTrainerInit])
         self._call("update_weights", {"version": receipt.version, "manifest": receipt.manifest})
 
     def shutdown(self) -> None:
-        """Close the publisher."""
         self.publisher.close()
 
     def _call(self, method: str, info: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ class PlainEncoding(Encoding):
     sparse: ClassVar[bool] = False
     own_arrays: ClassVar[bool] = True
 
-    @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         return row.nnz == numel
 
@@ -32,7 +31,6 @@ class PlainEncoding(Encoding):
     def arrays(self, row: TensorRow) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {row.name: (row.dtype, row.shape)}
 
-    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is not None:
@@ -40,7 +38,6 @@ class PlainEncoding(Encoding):
         out.put_array(spec.name, spec.dtype, spec.shape, delta.values)
         return EncodedTensor()
 
-    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec = tensor.spec
         low, high = tensor.near or (0, spec.numel)
@@ -56,7 +53,6 @@ class RawEncoding(Encoding):
     sparse: ClassVar[bool] = True
     own_arrays: ClassVar[bool] = True
 
-    @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         return row.nnz <= numel
 
@@ -67,7 +63,6 @@ class RawEncoding(Encoding):
             f"{row.name}.values": (row.dtype, (row.nnz,)),
         }
 
-    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is None or delta.absolute.ndim or not delta.absolute:
@@ -77,7 +72,6 @@ class RawEncoding(Encoding):
         out.put_array(f"{spec.name}.values", spec.dtype, delta.values.shape, delta.values)
         return EncodedTensor()
 
-    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec = tensor.spec
         name, kind, first, last = f"{spec.name}.indices", _little_endian(spec), 0, tensor.row.nnz
@@ -127,7 +121,6 @@ class DenseEncoding(Encoding):
         nnz = sum(s.nnz for s in segments)
         return {f"dense.{k}": nnz for k in range(row.itemsize)}
 
-    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         out.put_planes("dense", delta.values)
         segments = []
@@ -136,7 +129,6 @@ class DenseEncoding(Encoding):
             segments += [Segment(start + SEGMENT * i, n, n) for i, n in enumerate(lengths)]
         return EncodedTensor(segments=segments)
 
-    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec, values = tensor.spec, tensor.planes("dense", tensor.spec.itemsize)
         if values.size == spec.numel:
@@ -151,7 +143,6 @@ class DenseEncoding(Encoding):
 
 
 def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each run of consecutive elements."""
     if delta.indices is None:
         yield delta.start, delta.start + delta.nnz
     elif delta.nnz:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.publish.quantise.finegrained import SMALLEST
@@ -172,32 +172,25 @@ INT8_ROW: Final = Recipe(
 )
 """W8A8: int8 weights with a scale a row, int8 activations with a scale a token."""
 
-FP8_ROW: Final = Recipe(
+_fp8 = partial(Recipe, library=LIBRARY, codes=Stored("weight", "F8_E4M3"), smallest=SMALLEST)
+
+FP8_ROW: Final = _fp8(
     name="fp8-row",
-    library=LIBRARY,
-    codes=Stored("weight", "F8_E4M3"),
     scales=Stored("weight_scale", block=(1, 0)),
-    smallest=SMALLEST,
     arithmetic=_arithmetic("FP8_DYNAMIC", "channel", rounding="fp8-divide"),
 )
 """fp8 weights with a scale a row, fp8 activations with a scale a token."""
 
-FP8_TENSOR: Final = Recipe(
+FP8_TENSOR: Final = _fp8(
     name="fp8-tensor",
-    library=LIBRARY,
-    codes=Stored("weight", "F8_E4M3"),
     scales=Stored("weight_scale", block=(0, 0), is_single=True),
-    smallest=SMALLEST,
     arithmetic=_arithmetic("FP8_DYNAMIC", "tensor", rounding="fp8-divide"),
 )
 """fp8 weights with one scale, fp8 activations with a scale a token."""
 
-MXFP8: Final = Recipe(
+MXFP8: Final = _fp8(
     name="mxfp8",
-    library=LIBRARY,
-    codes=Stored("weight", "F8_E4M3"),
     scales=Stored("weight_scale", "U8", (1, 32)),
-    smallest=SMALLEST,
     whole_blocks=True,
     arithmetic=_arithmetic("MXFP8"),
 )
@@ -206,27 +199,21 @@ MXFP8: Final = Recipe(
 _PACKED: Final = Stored("weight_packed", "U8", (1, 2))
 """Two codes of fp4 e2m1 in a byte; that of the first column has the lower bits."""
 
-_SMALLEST_FP4: Final = 0.5
+_fp4 = partial(  # 0.5 is the smallest positive number of e2m1
+    Recipe, library=LIBRARY, codes=_PACKED, smallest=0.5, whole_blocks=True
+)
 
-MXFP4: Final = Recipe(
+MXFP4: Final = _fp4(
     name="mxfp4",
-    library=LIBRARY,
-    codes=_PACKED,
     scales=Stored("weight_scale", "U8", (1, 32)),
-    smallest=_SMALLEST_FP4,
-    whole_blocks=True,
     arithmetic=_arithmetic("MXFP4"),
 )
 """fp4 weights and activations, both with a scale every 32 columns: the exponent of a power of 2."""
 
-NVFP4A16: Final = Recipe(
+NVFP4A16: Final = _fp4(
     name="nvfp4a16",
-    library=LIBRARY,
-    codes=_PACKED,
     scales=Stored("weight_scale", "F8_E4M3", (1, 16)),
     global_scale=Stored(GLOBAL, "F32", (0, 0), is_single=True),
-    smallest=_SMALLEST_FP4,
-    whole_blocks=True,
     arithmetic=_arithmetic("NVFP4A16", global_scale=_global_scale),
 )
 """fp4 weights with an fp8 scale every 16 columns, over one fp32 scale; activations as they are."""

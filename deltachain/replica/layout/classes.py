@@ -1,13 +1,31 @@
 """Classes of tensors, by their way into live weights, and the agreement of all ranks on them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
 
-from deltachain.disjoint_sets import join_sets
 from deltachain.format.documents import Struct
 from deltachain.types import TensorSpec
+
+T = TypeVar("T", bound=Hashable)
+
+
+def join_sets(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
+    """Join groups that share members, also over others; return the sets, by their first members."""
+    joined: dict[T, list[T]] = {}
+    for group in groups:
+        first: list[T] | None = None
+        for member in group:
+            other = joined.setdefault(member, [member])
+            if first is None or first is other:
+                first = other
+                continue
+            first, less = (first, other) if len(first) >= len(other) else (other, first)
+            first += less
+            joined.update(dict.fromkeys(less, first))
+    return [frozenset(one) for one in {id(one): one for one in joined.values()}.values()]
+
 
 TensorClass: TypeAlias = Literal[
     "absent", "unused", "in_place", "loaded", "reloaded", "repacked", "refused"

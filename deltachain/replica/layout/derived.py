@@ -18,8 +18,7 @@ from torch import nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 
-from .findings import Findings, Links, all_layers, components, links_of
-from .kinds import some_of_each
+from .findings import Findings, Links, all_layers, components, links_of, some_of_each
 from .model_state import (
     PART,
     RELOADS,

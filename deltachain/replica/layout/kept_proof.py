@@ -29,9 +29,16 @@ from deltachain.replica.spool import make_folder
 
 from .classes import ON_HOST, Form, TensorClass
 from .discover import Layout, Recorded, discover, forms, recorded
-from .findings import Findings, all_layers, components, from_recording, links_of
+from .findings import (
+    Findings,
+    all_layers,
+    components,
+    from_recording,
+    links_of,
+    options_of,
+    some_of_each,
+)
 from .in_place import again, verify_in_place
-from .kinds import options_of, some_of_each
 from .loaded_checkpoint import LoadedCheckpoint
 from .model_state import LoadGroup, LoadMethod, ModelState, restore_outputs
 from .module_members import undisturbed

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltachain.disjoint_sets import join_sets
+from deltachain.replica.layout.classes import join_sets
 from deltachain.replica.placements import Placement
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec

@@ -18,8 +18,7 @@ from deltachain.kernels.protocol import LiveBits, same_bits
 from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
-from .findings import Findings, Links, all_layers, components, group_of, links_of
-from .kinds import some_of_each
+from .findings import Findings, Links, all_layers, components, group_of, links_of, some_of_each
 from .loaded_checkpoint import flipped_bit
 from .model_state import (
     PART,

@@ -38,8 +38,7 @@ from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
 from deltachain.kernels.protocol import move, same_bits
 from deltachain.remote_code import bare, without_remote_code
-from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.subscribe.targets.local import PatchedTarget, Patches
+from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Patches, Prepared
 from deltachain.subscribe.targets.tensor_patch import Patch, sum_states
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, Version, check_spec

@@ -23,8 +23,7 @@ from deltachain.delta import Piece, TensorDelta, pieces
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets import tensor_patch
-from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
-from deltachain.subscribe.targets.local import PatchedTarget
+from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Write, write_all
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec

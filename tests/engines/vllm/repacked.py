@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
-from deltachain.disjoint_sets import join_sets
+from deltachain.replica.layout.classes import join_sets
 from deltachain.replica.layout.module_members import Members, numbers_in
 from deltachain.replica.rank import Rank
 from tests.engines.families import checkpoint

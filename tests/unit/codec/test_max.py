@@ -15,7 +15,7 @@ from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec import container as d
 from deltachain.codec.container import TensorRow
-from deltachain.codec.encodings.max import decoder, encoder, encoding, tiles
+from deltachain.codec.encodings.max import coder, encoding, tiles
 from deltachain.codec.rows import (
     SHARED_NUMEL,
     RowDigests,
@@ -575,7 +575,7 @@ def check_kernels(
     starts = np.arange(0, delta.spec.numel, band)
     windows = np.stack([starts, np.minimum(band, delta.spec.numel - starts)], 1)
     args = windows, delta.indices, delta.values, old, table, grid
-    coded, again = reference_tiles.encode_tiles(*args), encoder.encode_tiles(*args)
+    coded, again = reference_tiles.encode_tiles(*args), coder.encode_tiles(*args)
     assert np.array_equal(coded.data, again.data)
     assert np.array_equal(coded.nbytes, again.nbytes)
     segments = np.zeros((len(windows), 6), np.int64)
@@ -588,16 +588,16 @@ def check_kernels(
             data[rng.integers(data.size)] ^= 1 << rng.integers(8)
         for chosen in (None, wanted):
             streams = tiles.TileStreams(data, old, table, grid, chosen)
-            found = [decoded(kernel, segments, streams) for kernel in (reference_tiles, decoder)]
+            found = [decoded(kernel, segments, streams) for kernel in (reference_tiles, coder)]
             assert found[0] == found[1]
             for box in boxes(grid, delta.spec.numel):
                 staged = [
-                    outcome(kernel, segments, streams, box) for kernel in (reference_tiles, decoder)
+                    outcome(kernel, segments, streams, box) for kernel in (reference_tiles, coder)
                 ]
                 assert staged[0] == staged[1]
                 assert (staged[0] is None) == (found[0] is None)
         if not damage:
-            whole = decoded(decoder, segments, tiles.TileStreams(data, old, table, grid))
+            whole = decoded(coder, segments, tiles.TileStreams(data, old, table, grid))
             assert whole == (delta.indices.tolist(), delta.values.tolist())
 
 

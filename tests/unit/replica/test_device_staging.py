@@ -15,8 +15,7 @@ from deltachain.codec import Part
 from deltachain.errors import DigestMismatchError, FormatError
 from deltachain.kernels import staging
 from deltachain.kernels.torch_kernels import INT_DTYPES
-from deltachain.replica.device_staging import DeviceStager, DeviceWrite
-from deltachain.replica.host_staging import HostStager
+from deltachain.replica.batches import DeviceStager, DeviceWrite, HostStager
 from deltachain.replica.placements import Placement
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings

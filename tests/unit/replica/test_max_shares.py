@@ -20,7 +20,7 @@ from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.torch_kernels import storage_bits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.placements import Placement
-from deltachain.replica.spool_reader import SpoolReader, host_bits
+from deltachain.replica.spool import SpoolReader, host_bits
 from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.unused_state import UnusedState
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, write

@@ -22,13 +22,12 @@ from deltachain.kernels.torch_kernels import live_bits, storage_bits
 from deltachain.replica import fetcher, placements
 from deltachain.replica import rank as rank_module
 from deltachain.replica import staged as staged_module
-from deltachain.replica.host_staging import HostStager
+from deltachain.replica.batches import HostStager
 from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.layout.model_state import LoadGroup
 from deltachain.replica.placements import Placement, Window, nested
 from deltachain.replica.rank import Rank
-from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
-from deltachain.replica.spool_reader import SpoolReader
+from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, SpoolReader
 from deltachain.replica.staged import RankStaged
 from deltachain.store import MemoryStore
 from deltachain.subscribe.targets.tensor_patch import prepare, state_of, write

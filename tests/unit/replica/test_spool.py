@@ -18,8 +18,7 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold_all
 from deltachain.errors import ApplyError, BrokenChainError, DigestMismatchError
 from deltachain.replica import spool as spool_module
-from deltachain.replica.spool import Spool, SpoolIndex, object_file
-from deltachain.replica.spool_reader import SpoolReader
+from deltachain.replica.spool import Spool, SpoolIndex, SpoolReader, object_file
 from deltachain.replica.staged import Share, stage
 from deltachain.subscribe.targets.tensor_patch import WholeTensor
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec

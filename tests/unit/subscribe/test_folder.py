@@ -33,9 +33,9 @@ from deltachain.file_access import FileBits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.subscribe import Subscriber
+from deltachain.subscribe.targets.base import Patches
 from deltachain.subscribe.targets.folder import FOLDER as JOURNAL
 from deltachain.subscribe.targets.folder import LOCK_FILE, SEAL, FolderTarget, Journal
-from deltachain.subscribe.targets.local import Patches
 from deltachain.types import TensorSpec
 from tests.small_disk import run_on_small_disk
 from tests.support.files import write_weights

@@ -15,7 +15,7 @@ from deltachain.subscribe import Subscriber, TensorTarget
 from deltachain.subscribe.receipt import Staged
 from deltachain.subscribe.targets import base as target_module
 from deltachain.subscribe.targets import tensor_patch as patch_module
-from deltachain.subscribe.targets.local import Patches
+from deltachain.subscribe.targets.base import Patches
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
 from tests.support.values import present
 from tests.unit.subscribe.accidents import Run, unchanged

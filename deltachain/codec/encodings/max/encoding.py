@@ -13,7 +13,7 @@ from typing_extensions import override
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.max import tiles
-from deltachain.codec.encodings.max.table import BinCounts, table_of
+from deltachain.codec.encodings.max.tiles import BinCounts, table_of
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import OldBits, TensorDelta
@@ -117,7 +117,6 @@ class MaxEncoding(Encoding):
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         return _STEP.estimate(spec, changes)
 
-    @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         columns = row.shape[-1] if row.shape else 1
         divides = row.gap <= 1 or (columns > 0 and columns % row.gap == 0)
@@ -138,9 +137,8 @@ class MaxEncoding(Encoding):
             "tile": sum(s.gaps for s in segments),
         }
 
-    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
-        from deltachain.codec.encodings.max.encoder import encode_tiles  # noqa: PLC0415
+        from deltachain.codec.encodings.max.coder import encode_tiles  # noqa: PLC0415
 
         spec, indices, old = delta.spec, delta.indices, out.old
         if indices is None or delta.absolute.any():
@@ -194,9 +192,8 @@ class MaxEncoding(Encoding):
             wanted = None if old.held is None else _wanted(tensor, grid, old.held)
         return tensor.table, tiles.TileStreams(data, old.bits, table, grid, wanted)
 
-    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
-        from deltachain.codec.encodings.max.decoder import decode_tiles  # noqa: PLC0415
+        from deltachain.codec.encodings.max.coder import decode_tiles  # noqa: PLC0415
 
         segments, streams = self.streams_of(tensor)
         try:
@@ -209,7 +206,7 @@ class MaxEncoding(Encoding):
     def stage(
         self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
     ) -> StagedSteps:
-        from deltachain.codec.encodings.max.decoder import stage_tiles  # noqa: PLC0415
+        from deltachain.codec.encodings.max.coder import stage_tiles  # noqa: PLC0415
 
         segments, streams = self.streams_of(tensor)
         try:
