@@ -40,7 +40,8 @@ from .freed_memory import reusing_memory, trim_memory
 from .host_copies import HostCopies
 from .layout.classes import ON_HOST, Classified, TensorClass
 from .layout.derived import find_unused
-from .layout.discover import ExpertSlots, Layout, discover, rediscover
+from .layout.discover import Layout, discover, rediscover
+from .layout.expert_slots import ExpertSlots
 from .layout.in_place import again, read_back
 from .layout.kept_proof import find_layout
 from .layout.loaded_checkpoint import LoadedCheckpoint
