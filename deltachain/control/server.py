@@ -21,7 +21,8 @@ from deltachain.environment import is_strict, refused
 from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
 from deltachain.format.documents import decode
 from deltachain.metrics import Figure, register_figures
-from deltachain.presence.writer import PresenceWriter, Together, record_key, replica_presence
+from deltachain.presence.together import Together
+from deltachain.presence.writer import PresenceWriter, record_key, replica_presence
 from deltachain.replica.engine import Engine
 from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings

@@ -1,4 +1,4 @@
-"""What a replica writes of itself into a store: its presence, and its version for a group."""
+"""Writer of a replica's presence: a thread that renews one object while the replica lives."""
 
 import logging
 import platform
@@ -23,7 +23,6 @@ from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Capabilities, check_apart, open_store
 from deltachain.subscribe.subscriber import NOTHING_HELD, known_status
 from deltachain.threads import Closeable, started
-from deltachain.types import Version
 from deltachain.version import __version__
 
 if TYPE_CHECKING:
@@ -214,75 +213,3 @@ def replica_presence(
         return None
     chain = settings.subscribe.url
     return PresenceWriter(settings.presence, status, engine=engine, place=place, apart_from=[chain])
-
-
-# Replicas that share only a store may stay within one version of each other. Each tells the version
-# that it holds in an object beside the presences. None takes a version before all others hold the
-# one before it, so while one is away, or behind, the others wait.
-_HELD: Final = re.compile(rb"[0-9]{1,16}")
-
-
-def newest_for(member: str, held: Mapping[str, Version], count: int, group: str) -> Version:
-    """Return the newest version that a member of a group of ``count`` replicas may take.
-
-    Args:
-        member: Name of the replica.
-        held: The version that each replica has told, by name.
-        count: Number of replicas in the group.
-        group: Name of the group.
-
-    Raises:
-        ControlPlaneError: Replicas are absent, or there are more than the group has.
-    """
-    others = {name: version for name, version in held.items() if name != member}
-    if len(others) > count - 1:
-        raise ControlPlaneError(
-            f"group {group!r} has {count} replicas, and in addition to this one "
-            f"{', '.join(others)} told their versions",
-            hint=f"delete the objects together/{group}/... of those that are gone",
-        )
-    if len(others) < count - 1:
-        raise ControlPlaneError(
-            f"{len(others) + 1} of {count} replicas of group {group!r} told their versions",
-            hint="start the others with the same DELTACHAIN_TOGETHER and DELTACHAIN_PRESENCE_URL",
-        )
-    return min(others.values()) + 1
-
-
-class Together:
-    """This replica's part in its group; for one thread at a time.
-
-    Args:
-        url: Store of the presences.
-        group: Name and number of replicas, above 1.
-        member: Name of this replica, the same after a restart.
-    """
-
-    def __init__(self, url: str, group: tuple[str, int], member: str) -> None:
-        self._name, self._count = group
-        self._member = member
-        self._prefix = f"together/{self._name}/"
-        self._store = open_store(url)
-        self._told: Version | None = None
-
-    def tell(self, version: Version) -> None:
-        """Tell the others which version this replica holds; an error is logged, and tried again."""
-        if version == self._told:
-            return
-        self._told = None
-        try:
-            self._store.put(self._prefix + self._member, str(version).encode())
-        except DeltaChainError as exc:
-            logger.warning("group %s is not told of version %d: %s", self._name, version, exc)
-        else:
-            self._told = version
-
-    def newest(self) -> Version:
-        """Return the newest version that this replica may take; see :func:`newest_for`."""
-        held = {}
-        for info in self._store.list(self._prefix):
-            data = self._store.get(info.key)
-            if _HELD.fullmatch(data) is None:
-                raise ControlPlaneError(f"{info.key} tells no version", hint="delete it")
-            held[info.key.removeprefix(self._prefix)] = int(data)
-        return newest_for(self._member, held, self._count, self._name)

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from deltachain.errors import ConfigError, ControlPlaneError
-from deltachain.presence.writer import Together, newest_for
+from deltachain.presence.together import Together, newest_for
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import Subscriber
