@@ -4,7 +4,8 @@ from typing import Final
 
 from deltachain.bridges.dialect import Dialect
 from deltachain.bridges.files import CheckpointDialect
-from deltachain.bridges.frames import MODELEXPRESS, SLIME, SkyRLDialect
+from deltachain.bridges.skyrl import SkyRLDialect
+from deltachain.bridges.slime import MODELEXPRESS, SLIME
 from deltachain.bridges.trl import TRLDialect
 from deltachain.errors import ConfigError
 

@@ -13,14 +13,8 @@ import torch
 import zstandard
 
 from deltachain.bridges.files import Array, packed
-from deltachain.bridges.frames import (
-    MODELEXPRESS,
-    SLIME,
-    Bytes,
-    IndexedDialect,
-    deflated,
-    xor_frames,
-)
+from deltachain.bridges.frames import Bytes, deflated, xor_frames
+from deltachain.bridges.slime import MODELEXPRESS, SLIME, IndexedDialect
 from deltachain.bridges.trl import TRLDialect, gaps_of, indices_of
 from deltachain.types import BITS_DTYPES, Bits, TensorSpec
 from tests.bench.chains import ChangedTensors, TensorChange
