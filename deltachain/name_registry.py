@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
+from typing_extensions import override
+
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,12 +46,15 @@ class NameRegistry(Set[str], Generic[_T]):
     def known(self) -> Mapping[str, _T]:
         return self._known
 
+    @override
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.find(name) is not None
 
+    @override
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    @override
     def __iter__(self) -> Iterator[str]:
         """Yield all names; import nothing."""
         names = dict.fromkeys((*self._known, *self._installed()))

@@ -140,6 +140,7 @@ class Agent(Closeable):
 
         yield from self.subscriber.follow(stop=stop, looked=after)
 
+    @override
     def close(self) -> None:
         self._server.close()
         self.subscriber.close()
@@ -213,11 +214,13 @@ class ReloadServer(Reader):
             )
         return True
 
+    @override
     def load(self, folder: Path, version: Version) -> None:
         is_sglang, self._is_sglang, self._loaded = self._finds_sglang(), None, None
         (self._load_sglang if is_sglang else self._load_vllm)(str(folder.absolute()), str(version))
         self._is_sglang, self._loaded = is_sglang, version
 
+    @override
     def close(self) -> None:
         self._client.close()
 
@@ -282,9 +285,11 @@ class AdapterServer(Reader):
                 found[int(match[1])] = Path(model.root or "")
         return dict(sorted(found.items()))
 
+    @override
     def has(self, folder: Path, version: Version) -> bool:
         return self.loaded().get(version) == self._place(folder, version)
 
+    @override
     def load(self, folder: Path, version: Version) -> None:
         loaded, lies = self.loaded(), self._place(folder, version)
         if version in loaded:  # of another run, or from a folder that was damaged then
@@ -301,6 +306,7 @@ class AdapterServer(Reader):
             if left != lies and left not in loaded.values():
                 shutil.rmtree(left, ignore_errors=True)
 
+    @override
     def close(self) -> None:
         self._client.close()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
+from typing_extensions import override
+
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.retry import Backoff
 from deltachain.threads import Closeable, started
@@ -152,6 +154,7 @@ class Fleet(Closeable):
             enough=done,
         )
 
+    @override
     def close(self) -> None:
         """End all announcements; idempotent."""
         with self._changed:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import httpx
 import msgspec
+from typing_extensions import override
 
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.format.documents import decode
@@ -246,6 +247,7 @@ class ReplicaClient(Closeable):
         """Verify the state digest of the live weights."""
         return self._tell("scrub")
 
+    @override
     def close(self) -> None:
         """Give connections back. Closing twice is allowed."""
         self._http.close()

@@ -9,6 +9,8 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Final, TypeAlias, TypeVar
 
+from typing_extensions import override
+
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.presence.record import Presence, PresenceBoard, PresenceFound
 from deltachain.redact import redacted_path, redacted_url
@@ -180,6 +182,7 @@ class Roster(Closeable):
             else:
                 yield url, answer
 
+    @override
     def close(self) -> None:
         for client in (*self._clients.values(), *self._resolved.values()):
             client.close()

@@ -43,6 +43,7 @@ class _Told(_event.Listener):  # type: ignore[misc]  # see there
     def on_start(self, event: object) -> None:
         _tell()
 
+    @override
     def on_end(self, event: object) -> None:
         """Nothing is said of the end."""
 

@@ -343,6 +343,7 @@ class Publisher(Closeable):
             self._anchors.wait()
         return self.last
 
+    @override
     def close(self) -> None:
         """Flush, and release all resources. Closing twice is allowed."""
         try:

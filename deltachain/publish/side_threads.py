@@ -14,6 +14,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
+from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain import tags
@@ -93,6 +94,7 @@ class Tenure(Closeable):
             ended = ", which has ended by now" if found.ended else ""
             error.args = (f"{error.args[0]}; taken over by {found}{ended}",)
 
+    @override
     def close(self) -> None:
         self._renewing.set()
         thread, self._thread = self._thread, None

@@ -16,6 +16,7 @@ from typing import ClassVar, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.codec import Part
@@ -97,20 +98,25 @@ class BatchWrite(StagedWrite):
     back: bool = field(default=False, kw_only=True)
 
     @property
+    @override
     def names(self) -> Sequence[str]:
         return self.tensors
 
     @property
+    @override
     def nbytes(self) -> int:
         return self.size
 
     @property
+    @override
     def can_undo(self) -> bool:
         return True
 
+    @override
     def undo(self) -> Self:
         return replace(self, back=not self.back)
 
+    @override
     def without_old(self) -> Self:
         return self
 
@@ -361,6 +367,7 @@ class HostWrite(BatchWrite):
     changes: StagedBatch
     places: segments.PlacementTable
 
+    @override
     def run(self) -> None:
         bits = self.changes.old if self.back else self.changes.new
         host.write_batch_(self.places, self.changes, bits)
@@ -372,6 +379,7 @@ class HostStager(Stager):
     folds: ClassVar[bool] = False
     group_nbytes: ClassVar[int] = 1 << 18
 
+    @override
     def warm_up(self) -> None:
         bits = np.ones(1, np.uint8)
         for width, table in self._tables.items():
@@ -412,6 +420,7 @@ class DeviceWrite(BatchWrite):
 
     changes: segments.StagedChanges
 
+    @override
     def run(self) -> None:
         (staging.undo_ if self.back else staging.write_)(self.changes)
 
@@ -422,6 +431,7 @@ class DeviceStager(Stager):
     folds: ClassVar[bool] = True
     group_nbytes: ClassVar[int] = 1 << 22
 
+    @override
     def warm_up(self) -> None:
         """Compile the kernels of every layout of steps, before the first version."""
         for width, table in self._tables.items():

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from deltachain.kernels.arrays import WindowPlace
 from deltachain.kernels.protocol import LiveBits, kernels_for
@@ -73,10 +74,12 @@ class Placement(LiveElements):
         return self.live.numel()
 
     @cached_property
+    @override
     def storage(self) -> LiveBits:
         return live_bits(storage_bits(self.live))
 
     @cached_property
+    @override
     def view(self) -> LiveBits:
         return self._strided(self.storage, self.at, [d.live for d in self.dims])
 
@@ -86,9 +89,11 @@ class Placement(LiveElements):
         return self.offset, self.offset + 1 + sum((d.size - 1) * d.there for d in self.dims)
 
     @cached_property
+    @override
     def box(self) -> WindowPlace:
         return WindowPlace(self.offset, self.at, np.array(self.dims, np.int64).reshape(-1, 3))
 
+    @override
     def take(self, full: LiveBits, start: int = 0) -> LiveBits:
         return kernels_for(self.storage).receive(self.cut(full, start), self.storage)
 
@@ -100,6 +105,7 @@ class Placement(LiveElements):
         shape = [d.size for d in self.dims] or [1]
         return kernels_for(flat).strided(flat, offset, shape, stride or [1])
 
+    @override
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
         kernels, found = kernels_for(bits), StateDigest()
         if self.is_run:
@@ -113,6 +119,7 @@ class Placement(LiveElements):
     def is_run(self) -> bool:
         return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
 
+    @override
     def locate(self, indices: LiveBits) -> "tuple[Any, LiveBits]":
         first, last = kernels_for(indices).bounds(indices, *self.span)
         near: Any = indices[first:last]

@@ -24,6 +24,7 @@ class PlainEncoding(Encoding):
     sparse: ClassVar[bool] = False
     own_arrays: ClassVar[bool] = True
 
+    @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         return row.nnz == numel
 
@@ -31,6 +32,7 @@ class PlainEncoding(Encoding):
     def arrays(self, row: TensorRow) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {row.name: (row.dtype, row.shape)}
 
+    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is not None:
@@ -38,6 +40,7 @@ class PlainEncoding(Encoding):
         out.put_array(spec.name, spec.dtype, spec.shape, delta.values)
         return EncodedTensor()
 
+    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec = tensor.spec
         low, high = tensor.near or (0, spec.numel)
@@ -53,6 +56,7 @@ class RawEncoding(Encoding):
     sparse: ClassVar[bool] = True
     own_arrays: ClassVar[bool] = True
 
+    @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         return row.nnz <= numel
 
@@ -63,6 +67,7 @@ class RawEncoding(Encoding):
             f"{row.name}.values": (row.dtype, (row.nnz,)),
         }
 
+    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is None or delta.absolute.ndim or not delta.absolute:
@@ -72,6 +77,7 @@ class RawEncoding(Encoding):
         out.put_array(f"{spec.name}.values", spec.dtype, delta.values.shape, delta.values)
         return EncodedTensor()
 
+    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec = tensor.spec
         name, kind, first, last = f"{spec.name}.indices", _little_endian(spec), 0, tensor.row.nnz
@@ -121,6 +127,7 @@ class DenseEncoding(Encoding):
         nnz = sum(s.nnz for s in segments)
         return {f"dense.{k}": nnz for k in range(row.itemsize)}
 
+    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         out.put_planes("dense", delta.values)
         segments = []
@@ -129,6 +136,7 @@ class DenseEncoding(Encoding):
             segments += [Segment(start + SEGMENT * i, n, n) for i, n in enumerate(lengths)]
         return EncodedTensor(segments=segments)
 
+    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec, values = tensor.spec, tensor.planes("dense", tensor.spec.itemsize)
         if values.size == spec.numel:

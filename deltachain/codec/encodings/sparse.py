@@ -73,6 +73,7 @@ class SparseEncoding(Encoding):
         gaps = dict.fromkeys(names, sum(s.gaps for s in segments))
         return {**gaps, **self.value_streams(row, segments)}
 
+    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         indices, numel = delta.indices, delta.spec.numel
         if delta.absolute.ndim:
@@ -94,6 +95,7 @@ class SparseEncoding(Encoding):
             segments.append(Segment(start, length, high - low, gaps, exceptions, wide))
         return EncodedTensor(gap, segments)
 
+    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         return TensorDelta(
             spec=tensor.spec,
@@ -141,14 +143,17 @@ class OverwriteEncoding(SparseEncoding):
     name: ClassVar[str] = "overwrite"
     columns: ClassVar[bool] = True
 
+    @override
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
         nnz = sum(s.nnz for s in segments)
         return {f"value.{k}": nnz for k in range(row.itemsize)}
 
+    @override
     def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:
         out.put_planes("value", values)
         return 0, 0
 
+    @override
     def read_values(self, tensor: TensorReader) -> Bits:
         return tensor.planes("value", tensor.spec.itemsize)
 
@@ -178,12 +183,14 @@ class StepEncoding(SparseEncoding):
         wide = int(np.count_nonzero(magnitude >= 255)) if spec.itemsize > 1 else 0
         return nnz + nnz // 4 + exceptions + wide * spec.itemsize
 
+    @override
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
         nnz = sum(s.nnz for s in segments)
         exceptions, wide = sum(s.exceptions for s in segments), sum(s.wide for s in segments)
         lengths = {"sign": nnz, "exception": nnz, "magnitude": exceptions}
         return lengths | {f"wide.{k}": wide for k in range(row.itemsize)}
 
+    @override
     def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:
         split = host.split_steps(values)
         out.put("sign", split.negative)
@@ -213,5 +220,6 @@ class StepEncoding(SparseEncoding):
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
 
+    @override
     def read_values(self, tensor: TensorReader) -> Bits:
         return self.decode(tensor).values

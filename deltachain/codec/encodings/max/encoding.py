@@ -117,6 +117,7 @@ class MaxEncoding(Encoding):
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         return _STEP.estimate(spec, changes)
 
+    @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         columns = row.shape[-1] if row.shape else 1
         divides = row.gap <= 1 or (columns > 0 and columns % row.gap == 0)
@@ -137,6 +138,7 @@ class MaxEncoding(Encoding):
             "tile": sum(s.gaps for s in segments),
         }
 
+    @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         from deltachain.codec.encodings.max.coder import encode_tiles  # noqa: PLC0415
 
@@ -192,6 +194,7 @@ class MaxEncoding(Encoding):
             wanted = None if old.held is None else _wanted(tensor, grid, old.held)
         return tensor.table, tiles.TileStreams(data, old.bits, table, grid, wanted)
 
+    @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
         from deltachain.codec.encodings.max.coder import decode_tiles  # noqa: PLC0415
 
