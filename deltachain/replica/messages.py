@@ -5,9 +5,7 @@ SGLang's ``check_weights`` both pass on unchanged.
 """
 
 import json
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -178,13 +176,34 @@ class StatusReply(RankReply, frozen=True, kw_only=True, tag="status"):
 
 _R = TypeVar("_R", bound=RankReply)
 
-# Of all classes above, which nothing outside of this module extends.
-if TYPE_CHECKING:
-    AnyRequest: TypeAlias = RankRequest
-    AnyReply: TypeAlias = RankReply
-else:
-    AnyRequest = reduce(or_, RankRequest.__subclasses__())
-    AnyReply = reduce(or_, RankReply.__subclasses__())
+AnyRequest: TypeAlias = (
+    AttachRequest
+    | FindUnusedRequest
+    | AgreeRequest
+    | CheckLoadsRequest
+    | StateRequest
+    | FetchRequest
+    | StageRequest
+    | PollRequest
+    | SwapRequest
+    | LastSwapRequest
+    | StatusRequest
+)
+
+AnyReply: TypeAlias = (
+    Refusal
+    | AttachReply
+    | FindUnusedReply
+    | AgreeReply
+    | CheckLoadsReply
+    | StartedReply
+    | PendingReply
+    | StateReply
+    | FetchedReply
+    | StagedReply
+    | SwapReply
+    | StatusReply
+)
 
 _REQUESTS: Final[msgspec.json.Decoder[AnyRequest]] = msgspec.json.Decoder(AnyRequest)
 _REPLIES: Final[msgspec.json.Decoder[AnyReply]] = msgspec.json.Decoder(AnyReply)
