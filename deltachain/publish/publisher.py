@@ -399,6 +399,12 @@ class Publisher(Closeable):
     def _require_session(self) -> Session:
         if self._session is None:
             raise errors.ConfigError("not attached to a model", hint="call attach(model) first")
+        attached, _ = _open.get(self, (os.getpid(), None))
+        if attached != os.getpid():  # where no thread would commit
+            raise errors.ConfigError(
+                f"this publisher was attached in process {attached}, of which this one is a fork",
+                hint="attach in the process that trains, once it was forked",
+            )
         return self._session
 
     def _land(self) -> None:

@@ -112,9 +112,12 @@ def test_the_last_version_is_committed_over_a_network(
 @pytest.mark.full
 def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
     done = run(
-        str(tmp_path), BY_HAND, "publisher.flush()\nif os.fork() == 0: raise SystemExit\nos.wait()"
+        str(tmp_path),
+        BY_HAND,
+        "publisher.flush()\nif os.fork() == 0: publisher.publish()\nos.wait()",
     )
     assert done.returncode == 0, done.stderr
+    assert "of which this one is a fork" in done.stderr
     assert "closing the publisher" not in done.stderr
 
 
