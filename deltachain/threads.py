@@ -124,9 +124,8 @@ class Pool:
             yield begun.popleft()()
 
     def shutdown(self) -> None:
+        self._jobs.put(None)
         threads, self._threads = self._threads, []
-        for _ in threads:
-            self._jobs.put(None)
         for thread in threads:
             thread.join()
 
@@ -149,6 +148,7 @@ class Pool:
         while (job := self._jobs.get()) is not None:
             _do(*job)
             del job  # its arguments and result may be large
+        self._jobs.put(None)  # for the next thread: one whose start was interrupted is in no list
 
 
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:

@@ -169,13 +169,12 @@ class Importer(Closeable):
             if self._publisher is not None:
                 _prove(self._sent)
             publisher = self._publisher or self._attach(self._sent)
-            published = publisher.publish(step=number)
         except errors.MalformedError as exc:
             if exc.hint == exc.default_hint:
                 exc.hint = "the file is damaged, or not written whole yet; nothing was published"
             raise
         try:
-            receipt = published.result()
+            receipt = publisher.publish(step=number).result()
         except BaseException:  # the chain knows what was committed after all
             self._publisher = self._before = None
             with suppress(errors.DeltaChainError):

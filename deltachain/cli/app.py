@@ -162,6 +162,12 @@ def explain(error: Exception) -> DeltaChainError | None:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         hint = f"pip install 'deltachain[{extra}]'"
         return ConfigError(f"{error.name} is not installed", hint=hint) if extra else None
+    if isinstance(error, MemoryError):
+        said, hint = (
+            f"out of memory {error}".strip(),
+            "give this process more memory: see ulimit -v",
+        )
+        return DeltaChainError(said, hint=hint)
     if isinstance(error, OSError) and error.errno != errno.EPIPE:
         said = f"{error.filename or 'a file'}: {error.strerror or error}"
         return DeltaChainError(said, hint=_FILE_HINTS.get(error.errno or 0, ""))

@@ -74,16 +74,24 @@ def _shapes(model: str) -> "list[TensorSpec]":
 def _configured(config: Path) -> "list[TensorSpec]":
     """Return the tensors of a configuration, as transformers builds it without memory."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     from deltachain.publish.model.conversion import SaveConversion
     from deltachain.torch_names import WIRE_NAMES
     from deltachain.types import TensorSpec
 
     try:
+        given = AutoConfig.from_pretrained(str(config))
+        is_of_text = type(given) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind: Any = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(config)))
-    except (ValueError, KeyError, OSError, AttributeError, TypeError) as exc:
+            model = kind.from_config(given)
+    except (ValueError, KeyError, OSError, AttributeError, TypeError, ImportError) as exc:
         raise ConfigError(
             f"{config}: transformers makes no model of it: {exc}",
             hint="give a folder with safetensors: their headers are enough",

@@ -293,10 +293,10 @@ class MaintainerThread:
             try:
                 maintainer = maintainer or self._make()
                 done = maintainer.round()
-            except errors.DeltaChainError as error:
-                if str(error) != said:
-                    said = str(error)
-                    logger.warning("maintenance failed, the next round tries again: %s", error)
+            except Exception as error:  # noqa: BLE001 - such as no memory; the next round is tried
+                if (str(error) or repr(error)) != said:
+                    said = str(error) or repr(error)
+                    logger.warning("maintenance failed, the next round tries again: %s", said)
                 self._stop.wait(self._every_s)
                 continue
             said = ""

@@ -202,6 +202,7 @@ class Publisher(Closeable):
         self._step: int | None = None
         self._caller: int | None = None
         self._failed: Flight | None = None
+        self._is_torn = False  # whether a call was interrupted: the snapshot is of no version
         self._fenced: errors.PublisherFencedError | None = None
         self._failure: errors.DeltaChainError | None = None
         self._ranks = Ranks.alone()
@@ -398,18 +399,26 @@ class Publisher(Closeable):
     def _require_session(self) -> Session:
         if self._session is None:
             raise errors.ConfigError("not attached to a model", hint="call attach(model) first")
+        attached, _ = _open.get(self, (os.getpid(), None))
+        if attached != os.getpid():  # where no thread would commit
+            raise errors.ConfigError(
+                f"this publisher was attached in process {attached}, of which this one is a fork",
+                hint="attach in the process that trains, once it was forked",
+            )
         return self._session
 
     def _land(self) -> None:
         """Wait for the version in flight; raise or log its failure."""
-        flight, self._flight = self._flight, None
-        if flight is None or self._landed is None:
+        flight = self._flight
+        if flight is None or self._landed is None or self._is_torn:
             return
         error = self._landed.exception()  # an anchor's begin: those of the version are its outcome
+        self._is_torn, self._flight = True, None
         if flight.outcome.exception() is not None:
             error = flight.outcome.exception()
             self._require_session().restore(flight.diff)
             self._failed = flight
+        self._is_torn = False
         if error is not None:
             self._fail(error)
 
@@ -445,6 +454,8 @@ class Publisher(Closeable):
     def _try(self, session: Session, *, free: bool, only_changes: bool = False) -> None:
         """Launch a version, if no rank has one in flight."""
         try:
+            if self._is_torn:
+                self._mend(session)
             decision = self._agree(session, free=free)
         except errors.DeltaChainError as error:
             if not self._is_busy:
@@ -454,6 +465,20 @@ class Publisher(Closeable):
             if decision.go:
                 self._land()
                 self._launch(session, decision.head, only_changes=only_changes)
+
+    def _mend(self, session: Session) -> None:
+        """Take the snapshot anew after an interrupted call, and publish what it lacked."""
+        if not self.is_alone:
+            raise errors.RankError(
+                "an earlier call of publish was interrupted on this rank",
+                hint="attach another publisher on every rank: the chain continues from its head",
+            )
+        self._pool.submit(int).result()  # a version on its way was committed, or failed
+        flight, self._flight, self._failed = self._flight, None, None
+        for future in flight.covered if flight and not flight.outcome.done() else ():
+            future.set_exception(errors.ChainError("publish was interrupted before this began"))
+        session.renew(self._step)
+        self._is_torn = False
 
     def _agree(self, session: Session, *, free: bool) -> Decision:
         """Agree with all ranks whether to publish now; rank 0 first settles earlier commits."""
@@ -472,6 +497,7 @@ class Publisher(Closeable):
         if self._fenced is not None:
             self._stop(self._fenced)
             return
+        self._is_torn = True
         failed, self._failed = self._failed, None
         if failed is not None and failed.version <= head:
             session.redo(failed.diff)  # it was committed after all
@@ -480,17 +506,22 @@ class Publisher(Closeable):
         diff, failure = NO_CHANGES, None
         try:
             diff = session.diff_(topic)
-        except FAILURES as error:
-            if self._ranks.count == 1:
+        except Exception as error:
+            self._is_torn = isinstance(error, MemoryError)  # of others, all changes were put back
+            if self._ranks.count == 1 or not isinstance(error, FAILURES):
                 raise
             failure = error
         diff_s = time.perf_counter() - start
-        if only_changes and not session.has_changes(topic, diff, failure):
-            self._take_calls()
-            return
+        if only_changes:
+            self._is_torn = self.is_alone  # ranks put back what they cannot agree on
+            if not session.has_changes(topic, diff, failure):
+                self._take_calls()
+                self._is_torn = False
+                return
         attempt = Attempt(topic=topic, diff=diff, failure=failure, step=self._step, diff_s=diff_s)
         self._flight = flight = Flight(head + 1, diff, attempt, self._take_calls())
         self._landed = self._pool.submit(self._run, session, flight)
+        self._is_torn = isinstance(failure, MemoryError)
 
     def _run(self, session: Session, flight: Flight) -> None:
         """Commit a version, and begin an anchor of it if due; runs in the publisher's thread."""

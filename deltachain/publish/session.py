@@ -317,6 +317,16 @@ class Session:
             self.snapshot.redo(diff)
             self._keep(diff.live)
 
+    def renew(self, step: int | None) -> None:
+        """Take another snapshot, and publish its difference from the newest version, if any."""
+        self.abandon_anchors("the publisher was interrupted")
+        self.settle()
+        self.source.agree("renew")
+        self.snapshot = Snapshot(self.source, where=self.config.snapshot)
+        self.snapshot.on_change = self._keep
+        if self.writer.parent is not None:
+            catch_up(self, self.writer.parent, step=step)
+
     def settle(self) -> Version:
         self.writer.settle()
         if self.writer.parent is not None:

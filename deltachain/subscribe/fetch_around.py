@@ -143,8 +143,9 @@ def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator
     again = Thread(target=look_again, name="deltachain-look-ahead", daemon=True)
     with Pool(1) as pool:
         looking = pool.submit(newest_after, chain, version)
-        is_started = started(again)  # without it, the first look alone
+        is_started = False
         try:
+            is_started = started(again)  # without it, the first look alone
             yield looking
         finally:
             done.set()

@@ -58,7 +58,23 @@ TRILLION: Final = DEEPSEEK | {
     "first_k_dense_replace": 1,
     "vocab_size": 163840,
 }
-PUBLIC: Final = {"llama": (LLAMA, 405e9), "v3": (DEEPSEEK, 671e9), "k2": (TRILLION, 1.03e12)}
+IMAGES: Final = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584},
+    "dtype": "bfloat16",
+}
+PUBLIC: Final = {
+    "llama": (LLAMA, 405e9),
+    "v3": (DEEPSEEK, 671e9),
+    "k2": (TRILLION, 1.03e12),
+    "vl": (IMAGES, 8.29e9),
+}
 
 SPECS: Final = SMALL.specs()
 

@@ -25,6 +25,8 @@ from deltachain.bridges import DIALECTS, dialect_of
 from deltachain.bridges.dialect import HostModel
 from deltachain.bridges.export import RECORD, Exported, Exporter, HostCopy
 from deltachain.bridges.imports import Importer
+from deltachain.kernels import host
+from deltachain.kernels.arrays import Changes
 from deltachain.store import Store, open_store
 from deltachain.types import TensorSpec
 from tests.bench.layouts import load
@@ -521,6 +523,28 @@ def test_numbers_written_anew_are_no_base_of_later_changes(tmp_path: Path, resta
     importer.close()
     old.close()
     new.close()
+
+
+def test_an_interrupted_import_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, config = Run(tmp_path, "skyrl"), deltachain.PublishConfig(url=str(tmp_path / "copy"))
+    for _ in range(3):
+        run.step()
+        run.done.append(run.write())
+    with Importer(open_store(str(run.out)), dialect_of("skyrl"), config) as importer:
+        diff_ = host.diff_
+
+        def interrupted(*bits: Any) -> Changes:
+            if (found := diff_(*bits)).indices.size:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(host, "diff_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(importer.versions())
+        list(importer.versions())
+    same(raw(model_of(tmp_path / "copy")), run.raw())
+    run.close()
 
 
 def test_a_folder_that_somebody_else_wrote_is_not_replaced(tmp_path: Path) -> None:

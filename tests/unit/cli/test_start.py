@@ -384,6 +384,9 @@ def test_errors_of_the_file_system_are_told_with_a_hint() -> None:
     assert explained is not None
     assert (explained.exit_code, explained.args) == (1, ("absent/d: No such file or directory",))
     assert "check the path" in explained.hint
+    explained = explain(MemoryError())
+    assert explained is not None
+    assert (explained.exit_code, explained.args) == (1, ("out of memory",))
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.format.keys import edge_key
-from deltachain.maintain import KeepRule, MaintainerThread
+from deltachain.maintain import KeepRule, Maintainer, MaintainerThread
 from deltachain.maintain.survey import Survey
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
@@ -28,7 +28,20 @@ def wait_for_anchor(folder: Path, version: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("maintain", [True, KeepRule(last=40)])
-def test_skips_and_anchors_come_from_its_thread(tmp_path: Path, maintain: bool | KeepRule) -> None:
+def test_skips_and_anchors_come_from_its_thread(
+    tmp_path: Path,
+    maintain: bool | KeepRule,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first round finds no memory, which the next ones find."""
+    round_ = Maintainer.round
+
+    def without_memory(_: Maintainer) -> None:
+        monkeypatch.setattr(Maintainer, "round", round_)
+        raise MemoryError
+
+    monkeypatch.setattr(Maintainer, "round", without_memory)
     model = plain_model()
     config = PublishConfig(url=str(tmp_path), maintain=maintain, anchor_every=64)
     with Publisher(config).attach(model) as publisher:
@@ -51,3 +64,4 @@ def test_skips_and_anchors_come_from_its_thread(tmp_path: Path, maintain: bool |
     with Subscriber(str(tmp_path), tensors) as subscriber:
         subscriber.update()
     assert same(bits_of(tensors), bits_of(model))
+    assert caplog.text.count("maintenance failed, the next round tries again: MemoryError()") == 1

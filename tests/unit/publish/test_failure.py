@@ -2,8 +2,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +23,12 @@ from deltachain.chain.upload import (
 from deltachain.codec import Part
 from deltachain.format.documents import Edge
 from deltachain.format.keys import HEAD_KEY, manifest_key
+from deltachain.kernels import host
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.session import Conclusion
 from deltachain.publish.wire_form import dense_change
 from deltachain.store import MemoryStore, open_store
+from deltachain.threads import Pool
 from deltachain.types import Bits, Buffer, TensorSpec
 from tests.crash.child import open_place
 from tests.support.faults import Action, Fault
@@ -108,9 +112,12 @@ def test_the_last_version_is_committed_over_a_network(
 @pytest.mark.full
 def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
     done = run(
-        str(tmp_path), BY_HAND, "publisher.flush()\nif os.fork() == 0: raise SystemExit\nos.wait()"
+        str(tmp_path),
+        BY_HAND,
+        "publisher.flush()\nif os.fork() == 0: publisher.publish()\nos.wait()",
     )
     assert done.returncode == 0, done.stderr
+    assert "of which this one is a fork" in done.stderr
     assert "closing the publisher" not in done.stderr
 
 
@@ -248,6 +255,26 @@ def test_an_interrupted_caller_abandons_parts(new_threads: NewThreads) -> None:
     assert not new_threads("deltachain-upload")
 
 
+def test_a_pool_ends_in_which_the_start_of_a_thread_was_interrupted(
+    new_threads: NewThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, start = Pool(2, "deltachain-interrupted"), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(int)
+    assert pool.submit(int).result(60) == 0
+    threading.Thread(target=pool.shutdown, daemon=True).start()
+    for thread in new_threads("deltachain-interrupted"):
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_parts_of_anchors_follow_the_size_of_the_model() -> None:
     assert anchor_part_nbytes(1 << 20, 512 << 20) == SMALL_PART_NBYTES
     assert anchor_part_nbytes(16 << 30, 512 << 20) == 512 << 20
@@ -312,6 +339,32 @@ def test_the_next_version_covers_those_that_failed(
         assert caplog.text.count("the next version makes up for it") == 2
     one.publish(3)
     one.assert_head_is(1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(host, "diff_"), (Pool, "submit"), (Future, "exception")]
+)
+def test_what_an_interrupted_call_took_is_in_the_next_version(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """Ctrl-C in a notebook while weights are compared, a version begins, or one is waited for."""
+    one = begin(on_error="warn")
+    if owner is Future:
+        one.faulty.add(Fault("fail", "deltas/"))
+    called = getattr(owner, name)
+    with monkeypatch.context() as patched:
+
+        def interrupted(*given: object) -> None:
+            patched.undo()
+            called(*given)
+            raise KeyboardInterrupt
+
+        patched.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.publish(1)
+    train_(one.model, 2)
+    receipt = one.publisher.publish(step=2).result(60)
+    one.assert_head_is(receipt.version)
 
 
 @pytest.mark.parametrize("made_up_for", [False, True])
