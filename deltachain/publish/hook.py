@@ -291,6 +291,11 @@ def _unwrapped(optimizer: object) -> Optimizer:
             hint="give an optimizer of torch, or a list of several; of DeepSpeed, the "
             f"engine alone: attach(engine, url=...); {_BY_HAND}",
         )
+    if hasattr(optimizer, "fused_backward"):  # as LOMO, also in pytorch_optimizer
+        raise UnsupportedModelError(
+            f"{type(optimizer).__name__} changes weights in its fused_backward, and has no steps",
+            hint="give Publisher(url).attach the model, and call its publish after each of them",
+        )
     return optimizer
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
@@ -105,6 +105,13 @@ class Masters:
         self.optimizer = SGD(self.masters, lr=0.1)
 
 
+class Fused(SGD):
+    """As LOMO: ``backward`` changes each weight as soon as its gradient is there."""
+
+    def fused_backward(self, loss: Tensor, lr: float) -> None:
+        raise AssertionError((loss, lr))
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
     "no optimizer": (lambda model: (model, object()), "no torch optimizer", "Publisher.publish"),
     "of another model": (
@@ -126,6 +133,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
         lambda model: (model, SGD([next(model.parameters())])),
         "requires a gradient, and no optimizer",
         "attach(model, [one, other], url=...)",
+    ),
+    "one that steps inside backward": (
+        lambda model: (model, Fused(model.parameters())),
+        "Fused changes weights in its fused_backward",
+        "Publisher(url).attach",
     ),
     "a wrapper that may change weights after the step": (
         lambda model: (model, Masters(model)),

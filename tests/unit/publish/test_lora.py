@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers.integrations.peft
 from peft import (
+    AdaLoraConfig,
     BdLoraConfig,
     LoraConfig,
     PeftModel,
@@ -196,6 +197,12 @@ def test_merging_rounds_once(casts: bool) -> None:
 def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], name: str) -> None:
     model = adapted(**{"target_modules": ["q_proj"], **more})
     with pytest.raises(ConfigError, match=name):
+        list(merged_tensors(model))
+
+
+def test_another_method_is_not_merged() -> None:
+    model = get_peft_model(base(), AdaLoraConfig(target_modules=["q_proj"], total_step=9))
+    with pytest.raises(UnsupportedModelError, match="ADALORA"):
         list(merged_tensors(model))
 
 
