@@ -112,6 +112,8 @@ class OptimizerSteps:
             self._outermost, self.depth = _caller(), 1
             self._look(optimizer)
             return
+        if not any(group.get("lr", 1) for group in optimizer.param_groups):
+            return  # a step that changes nothing makes the state that a checkpoint has
         self._others += 1
         if not _ids(self._model.parameters()).isdisjoint(_ids(_stepped_by([optimizer]))):
             self._refuse_other(optimizer)

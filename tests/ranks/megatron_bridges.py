@@ -48,7 +48,7 @@ class GroupedLinear(nn.Module):
         shape = (height, width // parts) if is_second else (height // parts, width)
         for number in range(count):
             weight = nn.Parameter(0.1 * torch.randn(shape, dtype=config.params_dtype))
-            weight.allreduce = config.expert_model_parallel_size == 1
+            vars(weight)["allreduce"] = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:

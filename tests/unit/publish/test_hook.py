@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
@@ -385,6 +386,7 @@ def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
 
 def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(begin: Begin) -> None:
     training = begin(Sam)
+    get_optimizer_state_dict(training.model, training.optimizer.base_optimizer)  # a step of rate 0
     backward(training.model, 0)
     training.optimizer.first_step()
     with pytest.raises(ConfigError, match="SGD steps the model outside of a step of Sam") as caught:

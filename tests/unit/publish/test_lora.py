@@ -344,12 +344,14 @@ class Lora(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.lora_A, self.lora_B = nn.Linear(4, 2), nn.Linear(2, 4)
+        self.magnitude = nn.Parameter(torch.ones(4))  # as torchtune's DoRA
 
 
 def test_own_factors_are_refused_if_they_are_all_that_is_trained() -> None:
     model = nn.Sequential(Lora())
     assert "0.lora_A.weight" in {spec.name for spec in collect_weights(model).specs}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    with pytest.raises(ConfigError, match="is an adapter"):
+        parameter.requires_grad_("lora_" in name or "magnitude" in name)
+    with pytest.raises(ConfigError, match="is an adapter") as caught:
         collect_weights(model)
+    assert "what its library saves" in caught.value.hint
