@@ -165,10 +165,8 @@ def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
     _check_targets(holdings, sum(spec.numel for spec in specs))
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
-    divided = replace(model, weights=owned_weights, specs=specs, aliases=aliases)
-    if model.attached is None or not (sizes := _copied(holdings)):
-        return divided
-    return replace(divided, copies=partial(_copies, model, sizes))
+    copies = partial(_copies, model, _copied(holdings) if model.attached else {})
+    return replace(model, weights=owned_weights, specs=specs, aliases=aliases, copies=copies)
 
 
 def _copied(holdings: Sequence[HeldShards]) -> dict[str, int]:
@@ -185,12 +183,11 @@ def _copies(model: ModelTensors, sizes: Mapping[str, int], topic: str) -> dict[s
     wanted = {name for name, total in zip(drawn, numel, strict=True) if total <= COPIES_NUMEL}
     weights = {one.spec.name: one for one in model.weights if one.spec.name in wanted}
     found: dict[str, HeldShard] = {}
-    for name, tensor in model.live():
+    for name, tensor in model.live() if weights else ():
         if name in weights:
-            local = local_of(tensor)
-            refuse_tensor(name, local)
+            refuse_tensor(name, local_of(tensor))
             start = crc32(topic.encode()) % (max(0, sizes[name] - COPIES_NUMEL) + 1)
-            part = local.detach().view(-1)[start : start + COPIES_NUMEL]
+            part = local_of(tensor).detach().view(-1)[start : start + COPIES_NUMEL]
             found[name] = _held(replace(weights[name], tensor=part), alone=False)
     return found
 

@@ -187,9 +187,7 @@ def test_merging_rounds_once(casts: bool) -> None:
     ("more", "name"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["embed_tokens"]}, "an embedding"),
-        ({"trainable_token_indices": {"embed_tokens": [1, 2]}}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "ALora"),
         ({"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)}, "BdLora"),
     ],
