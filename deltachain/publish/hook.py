@@ -112,6 +112,8 @@ class OptimizerSteps:
             self._outermost, self.depth = _caller(), 1
             self._look(optimizer)
             return
+        if not any(group.get("lr", 1) for group in optimizer.param_groups):
+            return  # a step that changes nothing makes the state that a checkpoint has
         self._others += 1
         if not _ids(self._model.parameters()).isdisjoint(_ids(_stepped_by([optimizer]))):
             self._refuse_other(optimizer)
@@ -290,6 +292,11 @@ def _unwrapped(optimizer: object) -> Optimizer:
             f"{type(optimizer).__name__} is no torch optimizer",
             hint="give an optimizer of torch, or a list of several; of DeepSpeed, the "
             f"engine alone: attach(engine, url=...); {_BY_HAND}",
+        )
+    if hasattr(optimizer, "fused_backward"):  # as LOMO, also in pytorch_optimizer
+        raise UnsupportedModelError(
+            f"{type(optimizer).__name__} changes weights in its fused_backward, and has no steps",
+            hint="give Publisher(url).attach the model, and call its publish after each of them",
         )
     return optimizer
 

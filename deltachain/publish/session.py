@@ -32,13 +32,13 @@ from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
 from deltachain.publish.model.layout import AdjacentRuns, Selection
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_specs
-from deltachain.publish.model.source import ModelTensors, Weight
+from deltachain.publish.model.source import HeldShard, ModelTensors, Weight
 from deltachain.publish.open_anchors import METADATA, name_checkpoint, refuse_parts
 from deltachain.publish.quantise.layers import Files, Layers
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Collective, Ranks
-from deltachain.publish.ranks.sharing import divide
+from deltachain.publish.ranks.sharing import check_copies, divide
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.side_threads import PHASES, Tenure
 from deltachain.publish.snapshot import FILE_NUMEL, SMALL_NUMEL, Snapshot
@@ -201,6 +201,7 @@ class EdgeShare(msgspec.Struct, frozen=True):
     nnz: int
     requests: int
     upload_s: float = 0.0
+    copies: dict[str, HeldShard] = {}
 
 
 def _revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
@@ -270,6 +271,7 @@ class Session:
         self.ranks = self.anchor_ranks = ranks  # for the threads that commit and that add anchors
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
         self._late: list[LateAnchor] = []
+        self._copies: dict[str, HeldShard] = {}  # as they were at the newest diff
         self.encoding = ENCODINGS.get(config.encoding)
         self.raw_anchors = self.encoding.own_arrays or config.anchor_format == "safetensors"
         share = 1.0 if self.raw_anchors else DENSE_SHARE
@@ -291,6 +293,7 @@ class Session:
     def diff_(self, topic: str) -> Diff:
         """Take the diff of the snapshot; its changes are found by the thread that commits it."""
         self.source.agree(topic)
+        self._copies = self.source.copies(topic)
         with self._changing:
             return self.snapshot.diff_()
 
@@ -373,6 +376,7 @@ class Session:
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
             upload_s=upload.seconds,
+            copies={} if diff is None else self._copies,
         )
 
     def _conclude(
@@ -381,6 +385,9 @@ class Session:
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
+        for name in {name: 0 for share in shares for name in share.copies}:
+            rows = enumerate(shares)
+            check_copies(name, {n: one.copies[name] for n, one in rows if name in one.copies})
         edge = self._revealed(shares)
         if attempt.base is not None:
             edge = _base_edge(attempt.base, self.source.specs, state)

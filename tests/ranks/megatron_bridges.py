@@ -3,6 +3,7 @@
 import re
 from typing import Any, ClassVar
 
+import torch
 from mbridge.core import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from mbridge.models.llama import LLaMABridge
@@ -12,7 +13,10 @@ from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from torch import nn
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
 
 LAYER = "model.layers.{layer_number}."
 ON_HOST: dict[str, Any] = {
@@ -32,6 +36,26 @@ ON_HOST: dict[str, Any] = {
 }
 
 
+class GroupedLinear(nn.Module):
+    """Weights of Transformer Engine's layer of this name, one for each expert of a rank."""
+
+    def __init__(
+        self, count: int, *size: int, config: Any, pg_collection: Any, **given: Any
+    ) -> None:
+        super().__init__()
+        parts, (width, height) = pg_collection.expt_tp.size(), size
+        is_second = given["tp_comm_buffer_name"] == "fc2"
+        shape = (height, width // parts) if is_second else (height // parts, width)
+        for number in range(count):
+            weight = nn.Parameter(0.1 * torch.randn(shape, dtype=config.params_dtype))
+            vars(weight)["allreduce"] = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:
+        parts = zip(rows.split(counts), self.parameters(), strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts]), None
+
+
 class Local(LLMBridge):  # type: ignore[misc]
     _OTHER_MAPPING: ClassVar = {"input_layernorm.weight": [LAYER + "input_layernorm.weight"]}
 
@@ -42,9 +66,13 @@ class Local(LLMBridge):  # type: ignore[misc]
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
-        return get_gpt_decoder_block_spec(
+        spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=False, vp_stage=vp_stage
         )
+        grouped = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        for layer in spec.layer_specs if self.hf_config.grouped else ():
+            layer.submodules.mlp.submodules.experts = ModuleSpec(TEGroupedMLP, submodules=grouped)
+        return spec
 
     def _weight_name_mapping_mcore_local_to_global(
         self, model: nn.Module, consider_ep: bool = True

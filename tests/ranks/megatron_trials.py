@@ -122,8 +122,8 @@ LATENT: dict[str, Any] = {
 def megatron(rank: int, how: str, url: str, folder: str) -> None:
     """Train a model of mbridge by megatron-core, as ``qwen3_moe PP2 EP2``.
 
-    ``KV1`` is its number of key-value heads, ``tied`` ties the head to the embedding, ``drawn``
-    draws gradients.
+    ``KV1`` is its number of key-value heads, ``tied`` ties the head to the embedding, ``grouped``
+    has the experts of Transformer Engine, ``drawn`` draws gradients.
     """
     words = how.split()
     degrees = {one[:-1]: int(one[-1]) for one in words if one[-1].isdigit()}
@@ -142,6 +142,7 @@ def megatron(rank: int, how: str, url: str, folder: str) -> None:
         if kind == "deepseek_v3":
             sizes |= LATENT
         config = CONFIG_MAPPING[kind](**sizes | {"tie_word_embeddings": "tied" in words})
+        config.grouped = "grouped" in words
         bridge = BRIDGES[kind](
             config, make_vocab_size_divisible_by=None if kind == "deepseek_v3" else 16
         )

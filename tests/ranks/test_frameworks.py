@@ -39,7 +39,7 @@ def case(trial: str, ranks: int, how: str, *marks: Any) -> Any:
         ),
         case("deepspeed_trials:pipeline", 2, "2", pytest.mark.slow),
         case("megatron_trials:megatron", 4, "qwen3 TP2 PP2 VPP2"),
-        case("megatron_trials:megatron", 4, "qwen3_moe PP2 EP2"),
+        case("megatron_trials:megatron", 4, "qwen3_moe PP2 EP2 grouped"),
         *(
             case("megatron_trials:megatron", 4, how, pytest.mark.slow)
             for how in (

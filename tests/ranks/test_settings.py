@@ -37,6 +37,10 @@ def test_what_can_not_be_published_is_refused_on_every_rank(
     run("tests.ranks.trials:refused", 2, kind, message, hint, str(tmp_path / "chain"))
 
 
+def test_copies_that_ranks_change_apart_are_refused(tmp_path: Path) -> None:
+    run("tests.ranks.trials:drifts", 2, (tmp_path / "chain").as_uri())
+
+
 def test_only_rank_0_needs_the_signing_key(tmp_path: Path) -> None:
     key, url = SigningKey.generate(), (tmp_path / "chain").as_uri()
     file = tmp_path / "key"

@@ -148,12 +148,14 @@ def tensor_parallel() -> nn.Module:
     return _sharded(model, mesh["dp"])
 
 
-def flat(*, original: bool = True, hybrid: bool = False) -> nn.Module:
+def flat(*, original: bool = True, hybrid: bool = False, ignores: str = "") -> nn.Module:
     shape = (2, distributed.get_world_size() // 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")) if hybrid else None
     strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+    model = Model() if original else Model(frozen=False)
     return FullyShardedDataParallel(
-        Model() if original else Model(frozen=False),
+        model,
+        ignored_modules=[model.get_submodule(ignores)] if ignores else None,
         device_mesh=mesh,
         sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -423,6 +425,18 @@ def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
         Publisher(PublishConfig(url=url, deadline_s=30)).attach(REFUSED[kind]())
     assert hint in caught.value.hint
     assert not Path(url).exists()
+
+
+def drifts(rank: int, url: str) -> None:
+    """Train copies, of which no gradient is reduced, by equal batches, then by others."""
+    model = flat(ignores="blocks.1.norm")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    publisher = Publisher(PublishConfig(url=url, dtype="BF16", deadline_s=60)).attach(model)
+    step(model, optimizer, 0)
+    assert publisher.publish(step=0).result(60).version == 1
+    step(model, optimizer, rank)
+    with pytest.raises(ConfigError, match=r"'blocks\.1\.norm\..*' differs on ranks 0 and 1"):
+        publisher.publish(step=1).result(60)
 
 
 def _inside() -> nn.Module:

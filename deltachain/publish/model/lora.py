@@ -192,6 +192,8 @@ def _is_lora(config: Any) -> bool:  # noqa: ANN401 - of peft
 
 def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
     """Refuse adapters other than ``W + s B A`` of linear layers."""
+    if not _is_lora(config):
+        raise _unmerged(adapter, str(config.peft_type))
     wanted = (
         "use_dora",
         "lora_bias",
@@ -212,8 +214,6 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
         if getattr(layer, "merged_adapters", None):
             more.append("been merged into the live weights already")
             break
-    if not _is_lora(config):
-        more.append(str(config.peft_type))
     if more:
         raise _unmerged(adapter, ", ".join(more))
 

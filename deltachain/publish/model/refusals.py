@@ -70,13 +70,19 @@ def refuse_model(wrapper: nn.Module, model: nn.Module) -> None:
                 "that yields each expert under a name of its own",
             )
     adapters = [name or "model" for name, one in model.named_modules() if is_of_peft(one)]
-    is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
-    adapters += [name for name, _ in named if ".lora_" in name and not is_base_trained]
-    for name in adapters:
+    factors = [name for name, _ in named if ".lora_" in name]
+    trained = {name for name, one in named if one.requires_grad} - set(factors)
+    is_base_trained = not all(name.endswith(".magnitude") for name in trained)  # that is DoRA's
+    for name in adapters or ([] if is_base_trained else factors):
+        hint = (
+            "Publisher(url).attach(lambda: adapter_tensors(model)), or of LoRA merged_tensors "
+            "for what it makes of its base, both of deltachain.publish.model.lora"
+        )
+        if not adapters:
+            hint = "Publisher(url).attach an export that yields what its library saves"
         raise UnsupportedModelError(
             f"{name!r} is an adapter: its base weights do not change",
-            hint="Publisher(url).attach(lambda: adapter_tensors(model)), or of LoRA merged_tensors "
-            "for what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
+            hint=f"{hint}; publish by hand",
         )
 
 

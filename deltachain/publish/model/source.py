@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from deltachain.publish.model import refusals, wire_dtypes
 from deltachain.publish.model.assets import with_config_watched
 from deltachain.publish.model.conversion import Conversion, Destination, Moved, conversions
 from deltachain.publish.model.flat_shards import gathers_state, named_shards
-from deltachain.publish.model.layout import ElementMap, ElementRun, local_of, local_shard
+from deltachain.publish.model.layout import Box, ElementMap, ElementRun, local_of, local_shard
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
 from deltachain.types import TensorSpec
 
@@ -43,6 +44,15 @@ class Weight:
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> "Weight":
         return cls(spec, tensor, frozen, ElementMap.straight(spec))
+
+
+class HeldShard(msgspec.Struct, frozen=True):
+    """One rank's shard of a live tensor, and a digest that its copies must have."""
+
+    box: Box
+    frozen: bool
+    is_buffer: bool
+    bits: str
 
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -71,6 +81,8 @@ class ModelTensors:
     agree: Callable[[str], None] = lambda _: None
     """Called by every rank before each iteration over the live tensors, with a unique name of the
     version: tensors may depend on weights of other ranks."""
+    copies: Callable[[str], dict[str, HeldShard]] = lambda _: {}
+    """Digests shards that other ranks have too; of the same parts on each for the same name."""
     ext: Mapping[str, Any] = field(default_factory=dict)  # of the chain's table
     attached: refusals.ModelForm | None = None  # the module as it was attached
     one_by_one: bool = False
@@ -150,8 +162,8 @@ def collect_weights(
     if not isinstance(model, nn.Module):
         return _collect_export(model, dtype)
     wrapper, model = model, unwrapped(model)
-    refusals.say_wrapped(model)
     refusals.refuse_model(wrapper, model)
+    refusals.say_wrapped(model)
     for name, tensor in _live_tensors(wrapper):
         refusals.refuse_lazy(name, tensor)
     live, aliases = _distinct(wrapper)

@@ -1,17 +1,22 @@
 """What the ranks of a trainer agree on: their settings, and who publishes which weights."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Final, TypeAlias
+from zlib import crc32
 
 import msgspec
 
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.layout import Box
-from deltachain.publish.model.source import ModelTensors, Weight, specs_of
+from deltachain.publish.model.layout import Box, local_of
+from deltachain.publish.model.refusals import refuse_tensor
+from deltachain.publish.model.source import HeldShard, ModelTensors, Weight, specs_of
 from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.snapshot import wire_bits
@@ -32,6 +37,9 @@ wait for each other.
 """
 
 MOST_NAMED: Final = 8  # most values of a setting that an error names
+
+COPIES_NUMEL: Final = 1 << 22
+"""Elements of copies that ranks compare in each version: milliseconds."""
 
 
 def agree(
@@ -133,15 +141,6 @@ def _tile(part: Sequence[tuple[int, int]], size: int) -> bool:
     return [start for start, _ in part] == ends[:-1] and ends[-1] == size
 
 
-class HeldShard(msgspec.Struct, frozen=True):
-    """One rank's shard of a live tensor, and a digest that its copies must have."""
-
-    box: Box
-    frozen: bool
-    is_buffer: bool
-    bits: str
-
-
 class HeldShards(msgspec.Struct, frozen=True):
     held: dict[str, HeldShard]
     specs: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -166,7 +165,31 @@ def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
     _check_targets(holdings, sum(spec.numel for spec in specs))
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
-    return replace(model, weights=owned_weights, specs=specs, aliases=aliases)
+    copies = partial(_copies, model, _copied(holdings) if model.attached else {})
+    return replace(model, weights=owned_weights, specs=specs, aliases=aliases, copies=copies)
+
+
+def _copied(holdings: Sequence[HeldShards]) -> dict[str, int]:
+    """Return the sizes of trained shards that several ranks have, by name."""
+    held = (item for holding in holdings for item in holding.held.items())
+    counts = Counter((name, one.box) for name, one in held if not (one.frozen or one.is_buffer))
+    return {name: box.numel for (name, box), count in counts.items() if count > 1 and box.numel}
+
+
+def _copies(model: ModelTensors, sizes: Mapping[str, int], topic: str) -> dict[str, HeldShard]:
+    """Digest a part of this rank's copies, which ``topic`` draws, the same on all ranks."""
+    drawn = sorted(sizes, key=lambda name: crc32(f"{topic} {name}".encode()))
+    numel = accumulate(min(sizes[name], COPIES_NUMEL) for name in drawn)
+    wanted = {name for name, total in zip(drawn, numel, strict=True) if total <= COPIES_NUMEL}
+    weights = {one.spec.name: one for one in model.weights if one.spec.name in wanted}
+    found: dict[str, HeldShard] = {}
+    for name, tensor in model.live() if weights else ():
+        if name in weights:
+            refuse_tensor(name, local_of(tensor))
+            start = crc32(topic.encode()) % (max(0, sizes[name] - COPIES_NUMEL) + 1)
+            part = local_of(tensor).detach().view(-1)[start : start + COPIES_NUMEL]
+            found[name] = _held(replace(weights[name], tensor=part), alone=False)
+    return found
 
 
 def _check_targets(holdings: Sequence[HeldShards], numel: int) -> None:
@@ -194,17 +217,23 @@ def _check(holdings: Sequence[HeldShards]) -> None:
         ranks = [number for number, holding in enumerate(holdings) if name in holding.held]
         pieces = [holdings[number].held[name] for number in ranks]
         check_cover(name, [piece.box for piece in pieces])
-        first: dict[Box, tuple[int, HeldShard]] = {}
-        for number, piece in zip(ranks, pieces, strict=True):
-            other, same = first.setdefault(piece.box, (number, piece))
-            if piece.box.numel and piece.bits != same.bits and not piece.is_buffer:
-                raise ConfigError(
-                    f"{name!r} differs on ranks {other} and {number}, which both hold this part",
-                    hint="replicas must be equal: load one checkpoint on all, or shard as DTensors",
-                )
-            if piece.frozen != same.frozen:
-                frozen, trained = (other, number) if same.frozen else (number, other)
-                raise ConfigError(
-                    f"{name!r} is frozen on rank {frozen}, trained on rank {trained}",
-                    hint="freeze the same weights on every rank",
-                )
+        check_copies(name, dict(zip(ranks, pieces, strict=True)))
+
+
+def check_copies(name: str, pieces: Mapping[int, HeldShard]) -> None:
+    """Refuse shards of one box, by rank, that have other bits or are frozen on some ranks only."""
+    first: dict[Box, tuple[int, HeldShard]] = {}
+    for number, piece in pieces.items():
+        other, same = first.setdefault(piece.box, (number, piece))
+        if piece.box.numel and piece.bits != same.bits and not piece.is_buffer:
+            raise ConfigError(
+                f"{name!r} differs on ranks {other} and {number}, which both hold this part",
+                hint="replicas must be equal: load one checkpoint on all, or shard as DTensors; "
+                "and reduce the gradients of weights that DDP or FSDP ignores",
+            )
+        if piece.frozen != same.frozen:
+            frozen, trained = (other, number) if same.frozen else (number, other)
+            raise ConfigError(
+                f"{name!r} is frozen on rank {frozen}, trained on rank {trained}",
+                hint="freeze the same weights on every rank",
+            )

@@ -8,7 +8,8 @@ import httpx
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
@@ -105,6 +106,13 @@ class Masters:
         self.optimizer = SGD(self.masters, lr=0.1)
 
 
+class Fused(SGD):
+    """As LOMO: ``backward`` changes each weight as soon as its gradient is there."""
+
+    def fused_backward(self, loss: Tensor, lr: float) -> None:
+        raise AssertionError((loss, lr))
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
     "no optimizer": (lambda model: (model, object()), "no torch optimizer", "Publisher.publish"),
     "of another model": (
@@ -126,6 +134,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
         lambda model: (model, SGD([next(model.parameters())])),
         "requires a gradient, and no optimizer",
         "attach(model, [one, other], url=...)",
+    ),
+    "one that steps inside backward": (
+        lambda model: (model, Fused(model.parameters())),
+        "Fused changes weights in its fused_backward",
+        "Publisher(url).attach",
     ),
     "a wrapper that may change weights after the step": (
         lambda model: (model, Masters(model)),
@@ -373,6 +386,7 @@ def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
 
 def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(begin: Begin) -> None:
     training = begin(Sam)
+    get_optimizer_state_dict(training.model, training.optimizer.base_optimizer)  # a step of rate 0
     backward(training.model, 0)
     training.optimizer.first_step()
     with pytest.raises(ConfigError, match="SGD steps the model outside of a step of Sam") as caught:

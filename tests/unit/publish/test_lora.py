@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers.integrations.peft
 from peft import (
+    AdaLoraConfig,
     BdLoraConfig,
     LoraConfig,
     PeftModel,
@@ -186,9 +187,7 @@ def test_merging_rounds_once(casts: bool) -> None:
     ("more", "name"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["embed_tokens"]}, "an embedding"),
-        ({"trainable_token_indices": {"embed_tokens": [1, 2]}}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "ALora"),
         ({"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)}, "BdLora"),
     ],
@@ -196,6 +195,12 @@ def test_merging_rounds_once(casts: bool) -> None:
 def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], name: str) -> None:
     model = adapted(**{"target_modules": ["q_proj"], **more})
     with pytest.raises(ConfigError, match=name):
+        list(merged_tensors(model))
+
+
+def test_another_method_is_not_merged() -> None:
+    model = get_peft_model(base(), AdaLoraConfig(target_modules=["q_proj"], total_step=9))
+    with pytest.raises(UnsupportedModelError, match="ADALORA"):
         list(merged_tensors(model))
 
 
@@ -337,12 +342,14 @@ class Lora(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.lora_A, self.lora_B = nn.Linear(4, 2), nn.Linear(2, 4)
+        self.magnitude = nn.Parameter(torch.ones(4))  # as torchtune's DoRA
 
 
 def test_own_factors_are_refused_if_they_are_all_that_is_trained() -> None:
     model = nn.Sequential(Lora())
     assert "0.lora_A.weight" in {spec.name for spec in collect_weights(model).specs}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    with pytest.raises(ConfigError, match="is an adapter"):
+        parameter.requires_grad_("lora_" in name or "magnitude" in name)
+    with pytest.raises(ConfigError, match="is an adapter") as caught:
         collect_weights(model)
+    assert "what its library saves" in caught.value.hint
