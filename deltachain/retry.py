@@ -3,9 +3,9 @@
 Pauses are random, so that callers that failed together do not retry together.
 """
 
-import random
 import time
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import Final
 
 from deltachain.errors import StoreUnavailableError
@@ -14,6 +14,8 @@ DEADLINE_S: Final = 60.0  # default stall limit: seconds without progress after 
 SLOWEST: Final = 1 << 20  # bytes a second, below which a large transfer fails despite progress
 
 _MOST_DOUBLINGS: Final = 32
+
+RANDOM: Final = SystemRandom()  # a trainer's own draws stay as its seed makes them, also on ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Backoff:
     def pause_s(self, failures: int) -> float:
         """Draw the length of a pause, in seconds, after ``failures`` before the latest one."""
         most = min(self.longest_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
-        return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
+        return RANDOM.uniform(most * (1 - self.random_share), most)
 
 
 MOST_POLLS: Final = 32  # poll intervals: longest pause of a follow loop after failures
@@ -37,7 +39,7 @@ def between_polls(poll_s: float) -> Backoff:
 
 
 def shortly_after(seconds: float) -> float:
-    return seconds + random.uniform(0.1, 0.6)  # noqa: S311
+    return seconds + RANDOM.uniform(0.1, 0.6)
 
 
 class Deadline:

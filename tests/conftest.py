@@ -32,6 +32,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not any(find_spec(engine) for engine in ("vllm", "sglang")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
+
 _NUMBERS = itertools.count()
 _ROOT = Path(__file__).resolve().parents[1]
 

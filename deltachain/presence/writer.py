@@ -2,7 +2,6 @@
 
 import logging
 import platform
-import random
 import re
 import secrets
 import socket
@@ -19,6 +18,7 @@ from deltachain.format.keys import object_digest
 from deltachain.metrics import Figure, figures
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.retry import RANDOM
 from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Capabilities, check_apart, open_store
 from deltachain.subscribe.subscriber import NOTHING_HELD, known_status
@@ -154,7 +154,7 @@ class PresenceWriter(Closeable):
     def _run(self) -> None:
         while not self._stop.is_set():
             self._try(self._write)
-            self._stop.wait(self.every_s * random.uniform(0.8, 1.2))  # noqa: S311 - no secret
+            self._stop.wait(self.every_s * RANDOM.uniform(0.8, 1.2))
         self._try(self._leave)
         self._store.close()
 

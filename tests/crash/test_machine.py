@@ -340,7 +340,6 @@ def check(machine: type[Machine], examples: int, steps: int, **more: Any) -> Non
     chosen = settings(
         max_examples=examples,
         stateful_step_count=steps,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         **more,
     )

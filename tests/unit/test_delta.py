@@ -198,7 +198,7 @@ def form(delta: TensorDelta) -> tuple[Any, ...]:
     return indices, delta.values.tolist(), mask, delta.values.dtype
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(histories())
 def test_a_folded_delta_does_what_its_parts_do_and_changes_none_of_them(
     history: tuple[Bits, list[TensorDelta]],
@@ -214,7 +214,7 @@ def test_a_folded_delta_does_what_its_parts_do_and_changes_none_of_them(
 
 
 @pytest.mark.full
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(histories(), st.data())
 def test_folding_is_associative(
     history: tuple[Bits, list[TensorDelta]], data: st.DataObject
@@ -227,7 +227,7 @@ def test_folding_is_associative(
     assert form(deltas[0]) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(histories())
 def test_changes_are_the_steps_from_old_to_new(history: tuple[Bits, list[TensorDelta]]) -> None:
     old, deltas = history

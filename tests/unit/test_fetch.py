@@ -1,5 +1,6 @@
 import errno
 import os
+import random
 import threading
 import time
 import tracemalloc
@@ -280,8 +281,10 @@ def test_pauses_are_drawn_from_a_range_that_doubles_up_to_a_bound(share: float) 
         assert longest - 0.1 * longest * share < max(drawn) <= longest
 
 
-def test_callers_that_wait_for_one_moment_come_apart() -> None:
+def test_callers_that_wait_for_one_moment_come_apart_without_the_trainers_draws() -> None:
+    before = random.getstate()
     drawn = [shortly_after(10.0) for _ in range(2000)]
+    assert random.getstate() == before
     assert 10 < min(drawn) < 10.2
     assert 10.4 < max(drawn) < 10.7
 

@@ -480,7 +480,7 @@ DOCUMENTS = [*(read(name, frozen(name)) for name in FILES), *MANIFESTS]
 
 
 @pytest.mark.full
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(DOCUMENTS), st.data())
 def test_documents_survive_and_have_one_form(document: Document, data: st.DataObject) -> None:
     names = [name for name in document.__struct_fields__ if name in FIELDS]

@@ -318,7 +318,7 @@ def test_the_newest_of_a_step_that_came_twice_is_meant(
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_step_is_found_whatever_is_left_out(data: st.DataObject) -> None:
     """Within an epoch, steps grow and some versions have none."""
@@ -431,7 +431,7 @@ def every_way(held: int | None, target: int, edges: list[EdgeSummary]) -> list[l
     return ways
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(graphs(), st.one_of(st.none(), st.integers(0, 7)), st.integers(0, 7))
 def test_the_plan_is_the_cheapest_of_all_ways(
     edges: list[EdgeSummary], held: int | None, target: int

@@ -43,7 +43,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     return size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ROWS, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
 def test_headers_survive(
     rows: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]

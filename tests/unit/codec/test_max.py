@@ -382,7 +382,7 @@ def equal(found: TensorDelta, delta: TensorDelta) -> bool:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(sorted(WIRE_DTYPES)),
@@ -445,7 +445,7 @@ def test_old_bits_are_asked_for() -> None:
         part_of(absolute, old)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(sorted(WIRE_DTYPES)),

@@ -69,7 +69,7 @@ def part_of(delta: TensorDelta) -> Part:
     return Part.from_bytes(encode_part([Change(delta, StateDigest())]).data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(tensors, max_size=8))
 def test_what_is_encoded_decodes_to_the_same(rows: list[tuple[Any, ...]]) -> None:
     deltas = deltas_of(rows)
@@ -84,7 +84,7 @@ def test_what_is_encoded_decodes_to_the_same(rows: list[tuple[Any, ...]]) -> Non
     assert (part.digest, part.nnz) == (encoded.directory, encoded.nnz)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(tensors.filter(lambda row: row[3] != "step"), max_size=6))
 def test_raw_parts_decode_to_the_same(rows: list[tuple[Any, ...]]) -> None:
     deltas = deltas_of(rows)
@@ -95,7 +95,7 @@ def test_raw_parts_decode_to_the_same(rows: list[tuple[Any, ...]]) -> None:
     assert set(encoded.encodings) <= {"raw", "plain"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sets(
         st.one_of(

@@ -56,7 +56,7 @@ def _try(app: Any, path: str, mode: GenerationMode) -> None:
     asked: list[int] = []
 
     @given(case=operation.ok().as_strategy(generation_mode=mode))
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     def ask(case: Any) -> None:
         answer = case.call_and_validate(headers={"Authorization": f"Bearer {TOKEN}"})
         asked.append(answer.status_code)

@@ -206,7 +206,7 @@ def where(view: Tensor, live: Tensor) -> dict[int, int]:
     return dict(zip(view.reshape(-1).tolist(), positions, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(boxes(), st.data())
 def test_a_window_is_the_same_however_it_is_laid_out(box: Box, data: st.DataObject) -> None:
     _, view, live = box
@@ -222,7 +222,7 @@ def test_a_window_is_the_same_however_it_is_laid_out(box: Box, data: st.DataObje
     assert sorted(again.reshape(-1).tolist()) == sorted(view.reshape(-1).tolist())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(boxes(), boxes())
 def test_windows_of_other_elements_differ(one: Box, other: Box) -> None:
     elements = [set(view.reshape(-1).tolist()) for _, view, _ in (one, other)]
@@ -247,7 +247,7 @@ def changed(spec: TensorSpec, seed: int, kind: str) -> TensorDelta:
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["bits of numpy", "bits of torch"])
 @pytest.mark.parametrize("kind", ["step", "absolute", "mixed", "dense"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(box=boxes(), seed=st.integers(0, 1 << 16))
 def test_a_delta_is_written_and_taken_back_and_its_digest_is_told(
     on_host: bool, kind: str, box: Box, seed: int
