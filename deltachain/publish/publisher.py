@@ -450,6 +450,8 @@ class Publisher(Closeable):
         """
         if self.is_alone and get_ident() == self._caller and published in self._waiting:
             self._try(self._require_session(), free=True)
+            if published in self._waiting and self._failure is not None:  # it would wait for ever
+                self._refuse_calls(self._failure)
 
     def _try(self, session: Session, *, free: bool, only_changes: bool = False) -> None:
         """Launch a version, if no rank has one in flight."""
