@@ -87,6 +87,9 @@ class DeltaChainCallback(TrainerCallback):
             handler = self._trainer.callback_handler  # it goes through its old list meanwhile
             handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
         say_averaged([getattr(optimizer, "optimizer", optimizer)])
+        earlier, self.publisher = self.publisher, None
+        if earlier is not None:  # training was interrupted, and is begun again
+            earlier.close()
         self.publisher = Publisher(self.config)
         assets = collect_assets(model, self.config, processing_class)
         self._check_tokenizer = watched(processing_class)

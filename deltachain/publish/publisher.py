@@ -158,8 +158,8 @@ class Publisher(Closeable):
 
     Call ``attach`` once, ``publish`` after every optimizer step, and ``close`` at the end (or use
     ``with``). ``publish`` returns once the diff is taken; one version is in flight at a time,
-    encoded and uploaded by another thread. After a failed one, the next diff finds its changes
-    again. Not thread-safe.
+    encoded and uploaded by another thread. After a failed or interrupted one, the next finds its
+    changes again. Not thread-safe.
 
     With ``torch.distributed`` initialised, every rank creates a publisher and calls the same
     methods; each publishes a part of the weights, and rank 0 commits. Ranks exchange small messages
@@ -450,6 +450,8 @@ class Publisher(Closeable):
         """
         if self.is_alone and get_ident() == self._caller and published in self._waiting:
             self._try(self._require_session(), free=True)
+            if published in self._waiting and self._failure is not None:  # it would wait for ever
+                self._refuse_calls(self._failure)
 
     def _try(self, session: Session, *, free: bool, only_changes: bool = False) -> None:
         """Launch a version, if no rank has one in flight."""

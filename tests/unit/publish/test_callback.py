@@ -134,6 +134,28 @@ def test_a_trainer_that_is_attached_again_has_one_publisher(make: Make, url: str
         assert assert_newest_is(model, url).epoch == epoch
 
 
+class Interrupted(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        if state.global_step == 2:
+            self.on_step_end = lambda *_, **__: None  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+
+@pytest.mark.full
+def test_training_that_is_begun_again_has_one_publisher(make: Make, url: str) -> None:
+    model, callback = llama(), DeltaChainCallback(url, dtype="F32")
+    trained = make(model, callback, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trained.train()
+    first = callback.publisher
+    assert first is not None
+    trained.train()
+    with pytest.raises(ConfigError, match="closed"):
+        first.publish()
+    assert assert_newest_is(model, url).epoch == 1
+
+
 class Averaged(TrainerCallback):
     """Other weights after each step, and others again at the end, as callbacks of averages have."""
 

@@ -442,9 +442,9 @@ def test_an_unknown_outcome_is_not_forgotten_while_the_store_is_down(
     assert isinstance(one.call(1).exception(60), errors.StoreUnavailableError)
     after_first = bits_of(one.model)
     refused = pytest.raises(errors.StoreUnavailableError) if on_error == "raise" else nullcontext()
-    for step in (2, 3):  # still down: each call fails as the first did, or is left to the next
+    for step in (2, 3):  # still down: each call fails as the first did, or who waits for it
         with refused:
-            one.call(step)
+            assert isinstance(one.call(step).exception(20), errors.StoreUnavailableError)
     one.faulty.mend()
     one.publish(4)
     assert same(recompute(one.store)[1].state, after_first)
