@@ -70,7 +70,7 @@ class Local(LLMBridge):  # type: ignore[misc]
             self.config, use_transformer_engine=False, vp_stage=vp_stage
         )
         grouped = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        for layer in spec.layer_specs if self.hf_config.grouped else ():
+        for layer in spec.layer_specs if getattr(self.hf_config, "grouped", False) else ():
             layer.submodules.mlp.submodules.experts = ModuleSpec(TEGroupedMLP, submodules=grouped)
         return spec
 

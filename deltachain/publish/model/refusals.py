@@ -38,7 +38,8 @@ SAME_TENSORS: Final = (
 )
 
 _BETWEEN: Final = (
-    f"publish between steps, when FSDP has sharded everything again; otherwise {SAME_TENSORS}"
+    "attach once a trainer has wrapped and converted the model, and publish between steps, when "
+    f"FSDP has sharded everything again; otherwise {SAME_TENSORS}"
 )
 
 COMPARED_WHOLE: Final = (

@@ -41,6 +41,8 @@ MOST_NAMED: Final = 8  # most values of a setting that an error names
 COPIES_NUMEL: Final = 1 << 22
 """Elements of copies that ranks compare in each version: milliseconds."""
 
+COPIES_COUNT: Final = 64  # most of these tensors: a rank sends some 16 KB of digests
+
 
 def agree(
     config: PublishConfig, ranks: Ranks, *, url: str, further: Mapping[str, object] | None = None
@@ -178,7 +180,7 @@ def _copied(holdings: Sequence[HeldShards]) -> dict[str, int]:
 
 def _copies(model: ModelTensors, sizes: Mapping[str, int], topic: str) -> dict[str, HeldShard]:
     """Digest a part of this rank's copies, which ``topic`` draws, the same on all ranks."""
-    drawn = sorted(sizes, key=lambda name: crc32(f"{topic} {name}".encode()))
+    drawn = sorted(sizes, key=lambda name: crc32(f"{topic} {name}".encode()))[:COPIES_COUNT]
     numel = accumulate(min(sizes[name], COPIES_NUMEL) for name in drawn)
     wanted = {name for name, total in zip(drawn, numel, strict=True) if total <= COPIES_NUMEL}
     weights = {one.spec.name: one for one in model.weights if one.spec.name in wanted}
