@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
@@ -34,7 +33,7 @@ class HostCopies:
         kept, names = self.bits, list(names)
         with Pool(cores()) as pool:
             bits = pool.ordered(
-                lambda name: kept[name] if name in kept else self._source.bits(name, make=np.empty),
+                lambda name: kept[name] if name in kept else self._source.bits(name),
                 names,
                 ahead=2 * cores(),
                 small=lambda name: name in kept or self._specs[name].nbytes < SMALL,

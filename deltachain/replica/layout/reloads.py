@@ -110,7 +110,7 @@ class Trial:
             watch = _Seen(self, self.groups)
             try:
                 return self._expect_apart(self.groups, watch=watch, in_turn=True, begin=begin)
-            except Exception:  # noqa: BLE001 - a loader may raise anything
+            except Exception:
                 self._put_back(self.groups)
                 if begin is not None:
                     raise

@@ -56,7 +56,7 @@ def start(tmp_path: Path, searches: list[Layout]) -> Starts:
         source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
         before = {name: tensor.clone() for name, tensor in engine.computed().items()}
         count = len(searches)
-        layout, _ = find_layout(engine, source, tmp_path / "proofs")
+        layout = find_layout(engine, source, tmp_path / "proofs").layout
         assert before.keys() == engine.computed().keys()
         assert all(torch.equal(before[n], t) for n, t in engine.computed().items())
         return Start(layout, len(searches) > count)
