@@ -122,12 +122,14 @@ class Rank:
         with settled():
             self._experts = ExpertSlots(model, self._source)
             self._attached, self._proof, is_kept = find_layout(model, self._source, proofs)
+            self._copies = HostCopies(model, self._source, self._specs)
+            # They take memory that test loads left.
+            self._copies.keep(n for n, one in self._attached.classes.items() if one in ON_HOST)
+        trim_memory()
         self._is_searched, self._proofs = not is_kept, proofs  # just now
-        trim_memory()  # test loads
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
-        self._copies = HostCopies(model, self._source, self._specs)
         self._ties = LateTies()
         self._record = self._recorded(None)
         warm_up(self._specs.values())
@@ -157,9 +159,7 @@ class Rank:
         self._stager = None
         self.keep(())
         self._record = self._recorded(self._record)
-        self._copies.keep(
-            name for name, kind in classes.items() if kind in ON_HOST and holders[name]
-        )
+        self._copies.keep(n for n, kind in classes.items() if kind in ON_HOST and holders[n])
         ignored = self._attached.idle.union(n for n, kind in classes.items() if kind == "unused")
         used = [name for name in classes if name not in ignored]
         self._ties = LateTies(find_late_ties(self._source, ignored, used))
