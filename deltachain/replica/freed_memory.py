@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``."""
 
 MAPPED: Final = 32 << 20
@@ -26,10 +26,8 @@ def trim_memory() -> None:
 def reusing_memory() -> Iterator[None]:
     """Keep freed memory for the next tensors: new pages cost more than what is loaded into them."""
     tell_malloc("mallopt", MMAP_THRESHOLD, MAPPED)
-    tell_malloc("mallopt", MMAP_MAX, 0)
     tell_malloc("mallopt", TRIM_THRESHOLD, (1 << 31) - 1)
     try:
         yield
     finally:
-        tell_malloc("mallopt", MMAP_MAX, 1 << 16)  # glibc's own
         tell_malloc("mallopt", TRIM_THRESHOLD, 2 * MAPPED)

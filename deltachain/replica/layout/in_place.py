@@ -16,7 +16,7 @@ from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import WIRE_NAMES
 
 from .findings import Findings, Links, all_layers, components, links_of
-from .loaded_checkpoint import LoadedCheckpoint
+from .loaded_checkpoint import LoadedCheckpoint, made_ahead
 from .model_state import ModelState
 from .module_members import SMALL, in_threads, span
 from .reloads import flip_bits, holds_bits, write_bits
@@ -175,7 +175,7 @@ def verify_in_place(state: ModelState, findings: Findings) -> Findings:
             flip_bits(places[name])
 
     def write(make: Callable[[str], LiveBits], names: Sequence[str]) -> None:
-        for name, bits in zip(names, source.made_ahead(make, names), strict=True):
+        for name, bits in zip(names, made_ahead(make, names), strict=True):
             write_bits(places[name], bits)
 
     reasons: dict[str, str] = {}

@@ -20,7 +20,7 @@ from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.replica.placements import Placement
 from deltachain.subscribe.targets.tensor_patch import varied
-from deltachain.threads import Pool
+from deltachain.threads import Pool, empty
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
 
@@ -43,6 +43,26 @@ PIECE: Final = 8 << 20
 
 PERIOD: Final = 524_287
 """Number of random steps: a prime above the rows of a vocabulary, so no two rows share them."""
+
+
+def mixed(
+    weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors for a loader, ``others`` with other bits; the next are made meanwhile."""
+    changed = frozenset(others)
+
+    def make(name: str) -> list[tuple[str, Tensor]]:
+        made = weights([name])
+        return [(n, other_bits(one, turn)) for n, one in made] if name in changed else list(made)
+
+    for pairs in made_ahead(make, names):
+        yield from pairs
+
+
+def made_ahead(make: Callable[[str], _T], names: Iterable[str]) -> Iterator[_T]:
+    """Yield what is made of names, in order; the next is made in another thread meanwhile."""
+    with Pool(1, "deltachain-ahead") as pool:
+        yield from pool.ordered(make, names, ahead=2)
 
 
 def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
@@ -203,9 +223,11 @@ class LoadedCheckpoint:
             if not varied(self.bits(name, FIRST)) and not varied(self.bits(name))
         )
 
-    def bits(self, name: str, high: int | None = None, low: int = 0) -> npt.NDArray[Any]:
-        """Return the bits of a tensor, or of its elements ``[low, high)``."""
-        return self.checkpoint.bits(self.names[name][0], low, high)
+    def bits(
+        self, name: str, high: int | None = None, make: Callable[..., Any] = empty, low: int = 0
+    ) -> npt.NDArray[Any]:
+        """Return the bits of a tensor, or of its elements ``[low, high)``; memory may be shared."""
+        return self.checkpoint.bits(self.names[name][0], low, high, make=make)
 
     def parts(self, name: str, place: Placement) -> Iterator[tuple[Any, LiveBits]]:
         """Yield the bits of a place, where it is, by blocks of its view; a large one in several."""
@@ -217,30 +239,6 @@ class LoadedCheckpoint:
             stop = min(start + most, place.numel)
             bits = self.bits(name, place.offset + stop, low=place.offset + start)
             yield slice(start, stop), kernels_for(place.storage).receive(bits, place.storage)
-
-    def mixed(
-        self, names: Iterable[str], others: Iterable[str], turn: int = 0
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors for a loader, ``others`` with other bits."""
-        changed = frozenset(others)
-
-        def make(name: str) -> list[tuple[str, Tensor]]:
-            made = self.clones([name])
-            return [(n, other_bits(t, turn)) for n, t in made] if name in changed else list(made)
-
-        for pairs in self.made_ahead(make, names):
-            yield from pairs
-
-    def made_ahead(self, make: Callable[[str], _T], names: Iterable[str]) -> Iterator[_T]:
-        """Yield what is made of tensors, in order; the next is made in another thread meanwhile.
-
-        A large one is made by the caller, who takes the memory of the one before again.
-        """
-        specs = self.specs
-        with Pool(1, "deltachain-ahead") as pool:
-            yield from pool.ordered(
-                make, names, ahead=2, small=lambda name: specs[name].nbytes > PIECE
-            )
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))

@@ -21,7 +21,7 @@ from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.types import TensorSpec
 
-from .loaded_checkpoint import LoadedCheckpoint
+from .loaded_checkpoint import LoadedCheckpoint, mixed
 from .module_members import (
     Fingerprints,
     Members,
@@ -279,7 +279,7 @@ class ModelState:
         turn: int = 0,
     ) -> None:
         """Have the engine load tensors with their first bits, and ``others`` with other bits."""
-        weights = self.source.mixed(names, others, turn)
+        weights = mixed(self.source.clones, names, others, turn)
         load_with(self.model, method, layers, weights, self._members)
 
     def release(self, groups: Iterable[LoadGroup]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
+from deltachain.replica.freed_memory import trim_memory
 from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
@@ -209,6 +210,7 @@ class Trial:
         self.write_untouched(other=False)
         if watch is not None:
             last = self._look_at_each(groups, watch, last)
+            trim_memory()
         for column in columns:
             if in_turn:
                 last.expect_same(scope_of(column))
@@ -246,6 +248,7 @@ class Trial:
         groups = [group for row in rows for group in row]
         if begin is not None:
             begin()
+            trim_memory()
         self.write_untouched(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
