@@ -193,9 +193,9 @@ class Trial:
         A swap loads only changed groups, so any two of them must be separable: each is loaded
         without the other. The result must be the same again whenever the same bits are loaded.
         Tensors in other layers may have been ``touched``. Groups of different layers are loaded
-        ``in_turn``, their other bits and their first, and two of each kind once more, unless all
-        have their other bits by ``begin``; ``watch`` sees that each single tensor is followed
-        meanwhile.
+        ``in_turn``, their other bits and their first, and two of each kind once more, except single
+        tensors that have their other bits by ``begin``: each load of these is compared. ``watch``
+        sees that each single tensor is followed meanwhile.
         """
         if not groups:
             return Outcome()
@@ -203,7 +203,8 @@ class Trial:
         rows, columns = crossing(groups) if in_turn else ([groups], [groups])
         last = self._expect_kept(rows, others, touched, begin)
         moved = _displaced(self, others, others)
-        few = some_of_each(self.state, self.findings, groups, 2) if in_turn and not begin else []
+        few = some_of_each(self.state, self.findings, groups, 2) if in_turn else []
+        few = [group for group in few if begin is None or len(group.names) > 1]
         for some in filter(None, [few] if in_turn else separating(groups)):
             self._load(some, others)
             last.expect_same()
