@@ -145,7 +145,7 @@ class Trial:
                 left += part
             else:
                 if len(parts) > 1 and self.method in RELOADS:
-                    self.state.release(part)
+                    self.state.release(part, partial(self._load, part))
         return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
