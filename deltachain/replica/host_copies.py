@@ -3,13 +3,11 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from deltachain import errors
 from deltachain.kernels.protocol import kernels_for, same_bits
-from deltachain.threads import Pool, cores
 from deltachain.types import TensorSpec, Version
 
 from .engine import EngineModel
@@ -17,7 +15,6 @@ from .layout.discover import Layout
 from .layout.fresh_load import expect_fresh
 from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from .layout.model_state import LoadGroup, LoadMethod, load_with, scope_of
-from .layout.module_members import SMALL
 
 
 class HostCopies:
@@ -31,15 +28,10 @@ class HostCopies:
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
-        kept, names = self.bits, list(names)
-        with Pool(cores()) as pool:
-            bits = pool.ordered(
-                lambda name: kept[name] if name in kept else self._source.bits(name, make=np.empty),
-                names,
-                ahead=2 * cores(),
-                small=lambda name: name in kept or self._specs[name].nbytes < SMALL,
-            )
-            self.bits = dict(zip(names, bits, strict=True))
+        kept = self.bits
+        self.bits = {
+            name: kept[name] if name in kept else self._source.bits(name) for name in names
+        }
 
     def load(self, layout: Layout, names: Collection[str]) -> None:
         """Let the engine load changed copies, together with the rest of their groups."""

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from deltachain import errors
@@ -43,7 +44,7 @@ from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
 from .layout.expert_slots import ExpertSlots
 from .layout.in_place import again, read_back
-from .layout.kept_proof import find_layout
+from .layout.kept_proof import find_layout, keep, loaded_digest
 from .layout.loaded_checkpoint import LoadedCheckpoint
 from .layout.model_state import ModelState
 from .layout.module_members import undisturbed
@@ -117,13 +118,15 @@ class Rank:
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
             self._experts = ExpertSlots(model, self._source)
-            self._attached, is_kept = find_layout(model, self._source, proofs)
-        self._is_searched = not is_kept  # just now
-        trim_memory()  # test loads
+            self._attached, self._proof, is_kept = find_layout(model, self._source, proofs)
+            self._copies = HostCopies(model, self._source, self._specs)
+            # They take memory that test loads left.
+            self._copies.keep(n for n, one in self._attached.classes.items() if one in ON_HOST)
+        trim_memory()
+        self._is_searched, self._proofs = not is_kept, proofs  # just now
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
-        self._copies = HostCopies(model, self._source, self._specs)
         self._ties = LateTies()
         self._record = self._recorded(None)
         warm_up(self._specs.values())
@@ -153,9 +156,7 @@ class Rank:
         self._stager = None
         self.keep(())
         self._record = self._recorded(self._record)
-        self._copies.keep(
-            name for name, kind in classes.items() if kind in ON_HOST and holders[name]
-        )
+        self._copies.keep(n for n, kind in classes.items() if kind in ON_HOST and holders[n])
         ignored = self._attached.idle.union(n for n, kind in classes.items() if kind == "unused")
         used = [name for name in classes if name not in ignored]
         self._ties = LateTies(find_late_ties(self._source, ignored, used))
@@ -379,22 +380,30 @@ class Rank:
         """Load every host copy again; return whether that changed no bit and no output.
 
         Blocks the engine. Afterwards it holds the copies, even if another process had written. A
-        search for the layout ended with just this load, so that the first call loads nothing.
+        search for the layout ended with just this load, so that the first call loads nothing. Nor
+        does it beside a kept proof of an engine that held and computed the same.
         """
         self.check_experts()
-        if self._is_searched:
-            self._is_searched = False
+        proof, self._proof = self._proof if self._alone else None, None
+        is_searched, self._is_searched = self._is_searched, False
+        if is_searched and proof is None:
             return True
         with settled():
             layers = self._attached.layers
             state = ModelState(self.model, self._source, layers=layers)
-            self._copies.load(self._attached, self._copies.bits)
-            self._record = self._recorded(self._record)
-            try:
-                state.expect_same()
-                self._copies.read_back(self._attached, self._copies.bits)
-            except errors.TensorMismatchError:
-                return False
+            held = loaded_digest(state, layers, self._copies.bits) if proof else ""
+            if proof is not None and held == proof.loaded:
+                return True
+            if not is_searched:
+                self._copies.load(self._attached, self._copies.bits)
+                self._record = self._recorded(self._record)
+                try:
+                    state.expect_same()
+                    self._copies.read_back(self._attached, self._copies.bits)
+                except errors.TensorMismatchError:
+                    return False
+            if proof is not None and self._proofs is not None:
+                keep(self._proofs, replace(proof, loaded=held))
         return True
 
     def _recorded(self, first: LiveRecord | None) -> LiveRecord:

@@ -26,6 +26,7 @@ from deltachain.replica.layout.model_state import LoadGroup, LoadMethod, ModelSt
 from deltachain.replica.layout.module_members import Members, MemoryIndex
 from deltachain.replica.layout.reloads import Trial, _Seen
 from deltachain.replica.moved_tensors import LateTies
+from tests.property import trial_run
 from tests.property.engine import RandomEngine
 from tests.property.layers import Layer, first, other
 from tests.property.recipe import OPAQUE, PURE, Recipe, Unit, loaders, modules, shares
@@ -520,6 +521,18 @@ def test_tensors_keep_their_places_and_views_of_them_follow(
     outcome = run(recipe, tmp_path / "engine")
     assert not outcome.is_fault
     assert not outcome.refused
+
+
+def test_parts_of_a_model_are_restored_by_the_loads_that_were_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repack raises midway, once what the layer computes with is no longer kept."""
+    for module in (derived, reloads):
+        monkeypatch.setattr(module, "PART", 1)
+    monkeypatch.setattr(
+        trial_run, "_kept", lambda one, other: differences(served(one), served(other))
+    )
+    assert not run(modules(210084), tmp_path / "engine").is_fault
 
 
 COUNTS = {"loaders": 20_000, "modules": 2_000, "shares": 1_000}

@@ -31,6 +31,7 @@ from .model_state import (
     restore_outputs,
 )
 from .module_members import MemoryIndex, digest_of
+from .reloads import try_reloading
 
 if TYPE_CHECKING:
     from .discover import Layout
@@ -69,6 +70,26 @@ def find_derived(state: ModelState, findings: Findings) -> Findings:
                 derived[name] = derived.get(name, frozenset()) | {live}
             reasons.setdefault(name, f"the engine derives {live} from it")
     return replace(findings.only_reloaded(reasons), loaded_into=layers, derived=derived)
+
+
+def reload_at_once(state: ModelState, findings: Findings) -> Findings | None:
+    """Try to reload all remaining layers after all were packed with other bits, as at the start.
+
+    If reloads restore whatever that changed, they leave nothing behind, and nothing that no load
+    restores is derived. ``None`` if anything else is found: then the search is thorough.
+    """
+    search, specs = _Search(state, findings), state.source.specs
+    nbytes = sum(specs[name].nbytes for name in search.links)
+    if findings.reload_only.isdisjoint(search.links) or findings.groups or nbytes > PART:
+        return None
+    try:
+        findings = try_reloading(state, findings, search.pack)
+    except Exception:  # noqa: BLE001 - an engine may raise anything
+        state.put_back(partial(search._load_groups, "repacked", search.groups))
+        return None
+    search.expect_made(search.uncovered)
+    search.expect_loaded(search.uncovered)
+    return findings
 
 
 def _sources_of(search: "_Search", derived: frozenset[str]) -> Mapping[str, set[str]]:
@@ -298,7 +319,7 @@ class _Search:
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed()
             self.made_anew |= layers if method == "repacked" else frozenset()
-            return found | {f"{layer}()" for layer in outputs & state.outputs.keys()}
+            return found.union(f"{layer}()" for layer in outputs)
         except EngineVersionError:
             self.missing.add(method)
             return None
@@ -308,6 +329,15 @@ class _Search:
             if not is_kept:
                 state.restore_by(load, outputs & self._reloaded)
             state.put_back(load)
+
+    def pack(self) -> None:
+        """Pack all layers with other bits, as at the start; refuse what else is made from them."""
+        self._load_groups("repacked", self.groups, frozenset(self.links))
+        self.made_anew |= self._filled(self.groups) | self.beyond
+        outputs = self.state.follows(frozenset(self.state.outputs))
+        found = self.state.changed().union(f"{layer}()" for layer in outputs)
+        for live in found & self.uncovered:
+            raise TensorMismatchError(f"the engine derives {live}", tensor=live)
 
     def _load_groups(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str] = frozenset()

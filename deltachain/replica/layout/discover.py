@@ -16,7 +16,7 @@ from deltachain.replica.freed_memory import trim_memory
 from deltachain.replica.placements import Placement
 
 from .classes import ON_HOST, Classified, Form, TensorClass
-from .derived import find_derived
+from .derived import find_derived, reload_at_once
 from .findings import Findings, from_recording, require_classes
 from .fresh_load import find_comparable
 from .in_place import (
@@ -147,12 +147,15 @@ def _decide(
     findings = refuse_unverifiable(state, findings)
     # Which of the others does the engine's own loader update exactly?
     findings = try_loading(state, findings)
-    # Which live tensors are derived, and from what? Their sources must be reloaded.
-    findings = find_derived(state, findings)
-    trim_memory()
-    # Which of the remaining tensors does a reload of whole layers update exactly? Refuse the rest.
-    findings = try_reloading(state, findings)
-    return decide_remaining(findings)
+    # Does a reload of whole layers update all of the remaining tensors, and whatever they make?
+    reloaded = reload_at_once(state, findings)
+    if reloaded is None:
+        # Which live tensors are derived, and from what? Their sources must be reloaded.
+        findings = find_derived(state, findings)
+        trim_memory()
+        # Which of the remaining tensors does a reload update exactly? Refuse the rest.
+        reloaded = try_reloading(state, findings)
+    return decide_remaining(reloaded)
 
 
 def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:

@@ -18,7 +18,7 @@ from deltachain.torch_names import WIRE_NAMES
 from .findings import Findings, Links, all_layers, components, links_of
 from .loaded_checkpoint import LoadedCheckpoint, made_ahead
 from .model_state import ModelState
-from .module_members import in_threads, span
+from .module_members import SMALL, in_threads, span
 from .reloads import flip_bits, holds_bits, write_bits
 
 
@@ -163,7 +163,7 @@ def verify_in_place(state: ModelState, findings: Findings) -> Findings:
     """Write other bits of each tensor alone: its layers must compute from them.
 
     One bit of each element is flipped in place first, which needs no copy, and again to restore it.
-    A tensor that this does not show, such as zeros, is written with other numbers.
+    A tensor that this may not show, a small one or zeros, is written with other numbers.
     """
     source, computing = state.source, state.outputs.keys() & state.processed
     found = links_of(state, findings, findings.in_place())
@@ -183,7 +183,9 @@ def verify_in_place(state: ModelState, findings: Findings) -> Findings:
         names = [name for name in picked if name is not None]
         doubtful = _unfollowed(state, links, names, flip, flip)
         other, first = partial(write, source.other), partial(write, source.bits)
-        reasons |= _unfollowed(state, links, list(doubtful), other, first)
+        again = [n for n in doubtful if n in source.uniform or source.specs[n].nbytes < SMALL]
+        reasons |= {name: why for name, why in doubtful.items() if name not in again}
+        reasons |= _unfollowed(state, links, again, other, first)
     return findings.only_reloaded(reasons)
 
 

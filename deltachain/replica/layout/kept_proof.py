@@ -10,22 +10,24 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
 from blake3 import blake3
 
 from deltachain.format.documents import Struct, decode
-from deltachain.format.keys import object_digest
+from deltachain.format.keys import digest_key, object_digest
+from deltachain.kernels import host
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.spool import make_folder
+from deltachain.types import Bits
 
 from .classes import ON_HOST, Form, TensorClass
 from .discover import Layout, Recorded, discover, forms, recorded
@@ -41,7 +43,7 @@ from .findings import (
 from .in_place import again, verify_in_place
 from .loaded_checkpoint import LoadedCheckpoint
 from .model_state import LoadGroup, LoadMethod, ModelState, restore_outputs
-from .module_members import undisturbed
+from .module_members import digest_of, fingerprint, undisturbed
 from .reloads import Trial
 
 logger = logging.getLogger(__name__)
@@ -92,28 +94,49 @@ class Proof(Struct, frozen=True, kw_only=True):
     fingerprint: str
     tensors: dict[str, _Tensor]
     groups: tuple[_Group, ...]
+    loaded: str = ""  # digest of what the engine held once its loads were proven
 
 
-def find_layout(
-    model: EngineModel, source: LoadedCheckpoint, folder: Path | None
-) -> tuple[Layout, bool]:
+class Found(NamedTuple):
+    layout: Layout
+    proof: Proof | None = None
+    is_kept: bool = False
+
+
+def find_layout(model: EngineModel, source: LoadedCheckpoint, folder: Path | None) -> Found:
     """Return the layout of a rank that holds the checkpoint it loaded, and whether it is kept.
 
     It is a kept one of ``folder``, proven again, or discovered, and then kept there.
     """
     seen = recorded(model, source)
     if folder is None:
-        return discover(model, source, seen=seen), False
+        return Found(discover(model, source, seen=seen))
     fingerprint = fingerprint_of(model, source, seen)
     proof = read(folder, fingerprint)
     layout = None if proof is None else _proven_again(proof, model, source, seen)
     if layout is not None:
         logger.info("proved the layout of %d tensors again, which was kept", len(layout.classes))
-        return layout, True
+        return Found(layout, proof, is_kept=True)
     layout = discover(model, source, seen=seen)
-    if "refused" not in layout.classes.values():
-        keep(folder, proof_of(layout, fingerprint, seen))
-    return layout, False
+    if "refused" in layout.classes.values():
+        return Found(layout)
+    proof = proof_of(layout, fingerprint, seen)
+    keep(folder, proof)
+    return Found(layout, proof)
+
+
+def loaded_digest(state: ModelState, layers: frozenset[str], copies: Mapping[str, Bits]) -> str:
+    """Return a digest of copies on the host, and of what layers hold and compute."""
+    specs, digest = state.source.specs, blake3()
+    for name, bits in sorted(copies.items()):
+        digest.update(f"{name} {host.digest(digest_key(specs[name]), bits)}\n".encode())
+    for name, tensor in sorted(state.tensors.items()):
+        if state.owner[name] in layers:
+            digest.update(f"{name} {fingerprint(tensor, (0, 1))}\n".encode())
+    for layer in sorted(state.outputs):
+        digest.update(f"{layer} {digest_of(state.outputs[layer]).hex()}\n".encode())
+    digest.update(repr(sorted(state.numbers.items())).encode())
+    return digest.hexdigest()
 
 
 def proof_of(layout: Layout, fingerprint: str, seen: Recorded) -> Proof:

@@ -20,7 +20,7 @@ from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.replica.placements import Placement
 from deltachain.subscribe.targets.tensor_patch import varied
-from deltachain.threads import Pool, empty
+from deltachain.threads import Pool
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
 
@@ -223,11 +223,9 @@ class LoadedCheckpoint:
             if not varied(self.bits(name, FIRST)) and not varied(self.bits(name))
         )
 
-    def bits(
-        self, name: str, high: int | None = None, make: Callable[..., Any] = empty, low: int = 0
-    ) -> npt.NDArray[Any]:
-        """Return the bits of a tensor, or of its elements ``[low, high)``; memory may be shared."""
-        return self.checkpoint.bits(self.names[name][0], low, high, make=make)
+    def bits(self, name: str, high: int | None = None, low: int = 0) -> npt.NDArray[Any]:
+        """Return the bits of a tensor, or of its elements ``[low, high)``."""
+        return self.checkpoint.bits(self.names[name][0], low, high)
 
     def parts(self, name: str, place: Placement) -> Iterator[tuple[Any, LiveBits]]:
         """Yield the bits of a place, where it is, by blocks of its view; a large one in several."""

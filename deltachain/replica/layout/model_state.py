@@ -282,12 +282,13 @@ class ModelState:
         weights = mixed(self.source.clones, names, others, turn)
         load_with(self.model, method, layers, weights, self._members)
 
-    def release(self, groups: Iterable[LoadGroup]) -> None:
+    def release(self, groups: Iterable[LoadGroup], load: Callable[[], object]) -> None:
         """Do not keep what some groups compute with: a proven load of the first bits restores it.
 
         To keep it would take the memory of their weights once more.
         """
         self._members.release(modules_in(self.model, scope_of(groups)))
+        self._loads.append(load)
 
     def restore_by(self, load: Callable[[], object], layers: frozenset[str]) -> None:
         """Load first bits; if they restore the model, do not keep what layers compute with.
@@ -360,8 +361,9 @@ class ModelState:
         """
         self._put_back()
         for again in (*([load] if load else []), *self._loads):
-            if not self.other_outputs(frozenset(self.outputs)):
-                return
+            with suppress(Exception):  # half of a load may be left, that cannot be run
+                if not self.other_outputs(frozenset(self.outputs)):
+                    return
             with suppress(Exception):
                 again()
             self._put_back()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
+from deltachain.format.keys import DigestKey
 from deltachain.kernels import host, torch_kernels
 from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest
@@ -375,17 +376,17 @@ def _copy_back(live: Tensor, saved: Tensor) -> None:
 _KEY: Final = secrets.randbits(64), secrets.randbits(64)
 
 
-def fingerprint(tensor: Tensor) -> StateDigest:
-    """Return a digest of a tensor's bits, by words of eight bytes: comparable in this process."""
+def fingerprint(tensor: Tensor, key: DigestKey = _KEY) -> StateDigest:
+    """Return a digest of a tensor's bits, by words of eight bytes: secret but for another key."""
     flat = _bytes(tensor.detach())
     if flat.storage_offset() % 8:
         flat = flat.clone()
     end = len(flat) // 8 * 8
     words, rest = flat[:end].view(torch.int64), flat[end:]
     if not torch_kernels.on_host(flat):
-        return torch_kernels.digest(_KEY, words) + torch_kernels.digest(_KEY, rest, end)
-    found = host.digest(_KEY, torch_kernels.host_array(words, np.uint64))
-    return found + host.digest(_KEY, torch_kernels.host_array(rest, np.uint8), end)
+        return torch_kernels.digest(key, words) + torch_kernels.digest(key, rest, end)
+    found = host.digest(key, torch_kernels.host_array(words, np.uint64))
+    return found + host.digest(key, torch_kernels.host_array(rest, np.uint8), end)
 
 
 class SavedModel(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
+from deltachain.replica.freed_memory import trim_memory
 from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
@@ -94,8 +95,11 @@ class Trial:
         names = [name for group in self.groups for name in group.names]
         return links_of(self.state, self.findings, names)
 
-    def run(self) -> Outcome:
-        """Try groups without common layers together; each by itself if anything fails."""
+    def run(self, begin: Callable[[], object] | None = None) -> Outcome:
+        """Try groups without common layers together; each by itself if anything fails.
+
+        ``begin`` gives all tensors other bits by another method; then any failure is raised.
+        """
         layers = [layer for group in self.groups for layer in group.layers]
         in_turn = all(group.layers for group in self.groups) and len(layers) == len(set(layers))
         specs = self.state.source.specs
@@ -103,10 +107,15 @@ class Trial:
         is_small = sum(specs[name].nbytes for one in kept for name in one.names) <= PART
         if in_turn and is_small and self.method in RELOADS:
             # A reload takes all tensors of its layers: one tensor changes at a time meanwhile.
+            watch = _Seen(self, self.groups)
             try:
-                return self._expect_apart(self.groups, watch=_Seen(self, self.groups), in_turn=True)
-            except Exception:  # noqa: BLE001 - a loader may raise anything
+                return self._expect_apart(self.groups, watch=watch, in_turn=True, begin=begin)
+            except Exception:
                 self._put_back(self.groups)
+                if begin is not None:
+                    raise
+        if begin is not None:
+            raise TensorMismatchError("not all groups can be loaded at once")
         tried = self.each(self.groups)
         followed = [group for group in self.groups if group.names[0] not in tried.refused]
         apart = partial(self._expect_apart, touched=tried.touched)
@@ -135,7 +144,7 @@ class Trial:
                 left += part
             else:
                 if len(parts) > 1 and self.method in RELOADS:
-                    self.state.release(part)
+                    self.state.release(part, partial(self._load, part))
         return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
@@ -176,29 +185,32 @@ class Trial:
         *,
         in_turn: bool = False,
         watch: "_Seen | None" = None,
+        begin: Callable[[], object] | None = None,
     ) -> Outcome:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
         A swap loads only changed groups, so any two of them must be separable: each is loaded
         without the other. The result must be the same again whenever the same bits are loaded.
         Tensors in other layers may have been ``touched``. Groups of different layers are loaded
-        ``in_turn``, their other bits and their first, and two of each kind once more; ``watch``
+        ``in_turn``, their other bits and their first, and two of each kind once more, except single
+        tensors that have their other bits by ``begin``: each load of these is compared. ``watch``
         sees that each single tensor is followed meanwhile.
         """
         if not groups:
             return Outcome()
         others = [name for group in groups for name in group.names]
         rows, columns = crossing(groups) if in_turn else ([groups], [groups])
-        self._expect_kept(rows, others, touched)
-        last = self.state.now()
+        last = self._expect_kept(rows, others, touched, begin)
         moved = _displaced(self, others, others)
         few = some_of_each(self.state, self.findings, groups, 2) if in_turn else []
-        for some in [few] if in_turn else separating(groups):
+        few = [group for group in few if begin is None or len(group.names) > 1]
+        for some in filter(None, [few] if in_turn else separating(groups)):
             self._load(some, others)
             last.expect_same()
         self.write_untouched(other=False)
         if watch is not None:
             last = self._look_at_each(groups, watch, last)
+            trim_memory()
         for column in columns:
             if in_turn:
                 last.expect_same(scope_of(column))
@@ -223,28 +235,40 @@ class Trial:
         return before
 
     def _expect_kept(
-        self, rows: Sequence[Sequence[LoadGroup]], others: Sequence[str], touched: frozenset[str]
-    ) -> None:
-        """Load other bits of groups; all other tensors have other bits too, and must keep them."""
+        self,
+        rows: Sequence[Sequence[LoadGroup]],
+        others: Sequence[str],
+        touched: frozenset[str],
+        begin: Callable[[], object] | None,
+    ) -> ModelState:
+        """Load other bits of groups; all other tensors have other bits too, and must keep them.
+
+        What has other bits by another method must not change. Returns the state afterwards.
+        """
         groups = [group for row in rows for group in row]
+        if begin is not None:
+            begin()
+            trim_memory()
         self.write_untouched(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
         is_known = all(group.layers for group in groups)
         beside = frozenset(self.state.modules) - mine if is_known else frozenset()
-        before = self.state.now(beside)
-        loaded: list[ModelState] = []
+        before = self.state.now(None if begin else beside)
+        first = before if begin else self.state
+        loaded = [before for _ in rows if begin]
         for row in rows:
             if len(rows) > 1:
-                self.state.expect_same(scope_of(row))
+                first.expect_same(scope_of(row))
             self._load(row, others)
-            loaded += [self.state.now(scope_of(row))] if len(rows) > 1 else []
+            loaded += [self.state.now(scope_of(row))] if len(rows) > 1 and not begin else []
         for after, row in zip(loaded, rows, strict=False):
             after.expect_same(scope_of(row))
         if beside:
             before.expect_same(beside)
         for name in sorted(self.lost()):
             raise TensorMismatchError(f"it overwrites {name}", tensor=name)
+        return before if begin else self.state.now()
 
     def _load(self, groups: Iterable[LoadGroup], others: Iterable[str] = ()) -> None:
         groups = list(groups)
@@ -455,8 +479,13 @@ def try_loading(state: ModelState, findings: Findings) -> Findings:
     return replace(findings, reload_only=findings.reload_only.union(failed))
 
 
-def try_reloading(state: ModelState, findings: Findings) -> Findings:
-    """Reload the layers of the remaining tensors whole; refuse those not updated exactly."""
+def try_reloading(
+    state: ModelState, findings: Findings, begin: Callable[[], object] | None = None
+) -> Findings:
+    """Reload the layers of the remaining tensors whole; refuse those not updated exactly.
+
+    With ``begin``, see :meth:`Trial.run`, raises unless its own reload can restore all of them.
+    """
     groups = _groups_to_reload(state, findings)
     # A layer is reloaded whole: classes that were decided before are void.
     names = frozenset(name for group in groups for name in group.names)
@@ -474,7 +503,10 @@ def try_reloading(state: ModelState, findings: Findings) -> Findings:
             if group.names[0] not in findings.classes
             and all(ORDER[findings.required.get(n, method)] <= ORDER[method] for n in group.names)
         ]
-        findings, refused = _try(state, findings, method, left)
+        if begin is not None and left != groups:
+            raise TensorMismatchError("not all tensors can be reloaded")
+        findings, refused = _try(state, findings, method, left, begin)
+        begin = None
         for name, reason in refused.items():
             why[name] = reason or why[name] or "the engine cannot load it again"
     reasons, classes = dict(findings.reasons), dict(findings.classes)
@@ -515,14 +547,18 @@ def _obstacle(findings: Findings, group: LoadGroup) -> str:
 
 
 def _try(
-    state: ModelState, findings: Findings, method: LoadMethod, groups: Sequence[LoadGroup]
+    state: ModelState,
+    findings: Findings,
+    method: LoadMethod,
+    groups: Sequence[LoadGroup],
+    begin: Callable[[], object] | None = None,
 ) -> tuple[Findings, Mapping[str, str]]:
     """Try a method, and decide the tensors that it proves.
 
     Groups that cannot be loaded each by itself may be loaded together. Returns the findings, and
     why the method fails for groups, by their first tensor.
     """
-    findings, refused = _try_each(state, findings, method, groups)
+    findings, refused = _try_each(state, findings, method, groups, begin)
     left = [group for group in groups if group.names[0] in refused]
     if len(left) < 2 or not any(refused.values()):
         return findings, refused
@@ -536,9 +572,13 @@ def _try(
 
 
 def _try_each(
-    state: ModelState, findings: Findings, method: LoadMethod, groups: Sequence[LoadGroup]
+    state: ModelState,
+    findings: Findings,
+    method: LoadMethod,
+    groups: Sequence[LoadGroup],
+    begin: Callable[[], object] | None = None,
 ) -> tuple[Findings, Mapping[str, str]]:
-    outcome = Trial(state, findings, method, groups).run()
+    outcome = Trial(state, findings, method, groups).run(begin)
     refused = dict(outcome.refused)
     proven: list[LoadGroup] = []
     for group in groups:

@@ -10,12 +10,15 @@ from torch import nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import object_digest
+from deltachain.replica.host_copies import HostCopies
 from deltachain.replica.layout import derived, kept_proof, reloads
+from deltachain.replica.layout.classes import agree
 from deltachain.replica.layout.discover import Layout, discover
 from deltachain.replica.layout.kept_proof import KEPT, find_layout
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.rank import Rank
 from deltachain.replica.settings import RankSettings
-from tests.support.engine import ODD, FakeModel, Sharding, save, trained
+from tests.support.engine import ODD, FakeModel, Sharding, read, save, trained
 from tests.unit.replica.layout.conftest import Make
 from tests.unit.replica.layout.loaders import PLANNED, OneLayer
 
@@ -56,7 +59,7 @@ def start(tmp_path: Path, searches: list[Layout]) -> Starts:
         source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
         before = {name: tensor.clone() for name, tensor in engine.computed().items()}
         count = len(searches)
-        layout, _ = find_layout(engine, source, tmp_path / "proofs")
+        layout = find_layout(engine, source, tmp_path / "proofs").layout
         assert before.keys() == engine.computed().keys()
         assert all(torch.equal(before[n], t) for n, t in engine.computed().items())
         return Start(layout, len(searches) > count)
@@ -303,6 +306,32 @@ def test_a_reload_that_does_something_else_now_is_searched(
     model.reloader = lambda _, __: None
     assert find_layout(model, source, tmp_path / "proofs")[0].classes == {"w": "refused"}
     assert len(searches) == 2
+
+
+def test_what_an_engine_held_when_it_was_proven_is_not_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loads, load = save(trained(SHAPE), tmp_path / "model"), list[object](), HostCopies.load
+    monkeypatch.setattr(HostCopies, "load", lambda *given: loads.append(load(*given)))
+
+    def loaded(change: Callable[[FakeModel], object] = lambda _: None) -> tuple[bool, int]:
+        engine, specs = FakeModel(SHAPE, 0, folder), Checkpoint(folder).specs
+        rank, count = Rank(engine, specs.values(), {}, proofs=tmp_path / "proofs"), len(loads)
+        agreed = agree(specs.values(), [rank.report()])
+        rank.agree(agreed.classes, {name: holders[0] for name, holders in agreed.holders.items()})
+        change(engine)
+        return rank.loads_the_same(), len(loads) - count
+
+    def with_other_bits(engine: FakeModel) -> None:
+        full = {name: one + 1 for name, one in read(folder).items() if "packed" in name}
+        engine.reload(full.items())
+
+    assert [loaded(), loaded()] == [(True, 0), (True, 0)], "a search, and its proof"
+    assert loaded(with_other_bits) == (False, 1)
+    rewritten(lambda proof: proof.update(loaded="0" * 64))(kept(tmp_path))
+    assert [loaded(), loaded()] == [(True, 1), (True, 0)], "kept once more"
+    save(trained(SHAPE, seed=1), folder)
+    assert loaded() == (True, 1), "another checkpoint"
 
 
 # Folders
