@@ -38,15 +38,14 @@ SILENT_S = EVERY_S + MAX_SILENCE_S + STOP_S
 
 @contextmanager
 def second_node(
-    trainer: Trainer, folder: Path, arguments: tuple[str, ...]
+    trainer: Trainer, folder: Path, arguments: tuple[str, ...], tp: int = 2
 ) -> Iterator[psutil.Process]:
     """Run the second node: the command of the first one, with its own number and spool."""
-    options = Options(tp=2, plain=True, dev=True, strikes=folder / "strike", arguments=arguments)
+    options = Options(tp=tp, plain=True, dev=True, strikes=folder / "strike", arguments=arguments)
     node: Server = server_class()(trainer.base, folder / "second", trainer.url, options)
-    command = [*node._command, "--node-rank", "1", *HEADLESS]
     with node.log_path.open("ab") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=node._environment, start_new_session=True
+            node._command, stdout=log, stderr=log, env=node._environment, start_new_session=True
         )
     try:
         yield psutil.Process(process.pid)
@@ -61,8 +60,9 @@ def two_nodes(
 ) -> Iterator[tuple[Replica, psutil.Process]]:
     arguments = rendezvous()
     first = (*arguments, "--node-rank", "0")
+    second = (*arguments, "--node-rank", "1", *HEADLESS)
     with (
-        second_node(trainer, folder, arguments) as node,
+        second_node(trainer, folder, second) as node,
         serving(trainer, folder, 2, arguments=first, **options) as replica,
     ):
         yield replica, node
