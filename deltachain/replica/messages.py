@@ -25,6 +25,7 @@ class RankRequest(Struct, frozen=True, kw_only=True, tag_field="call"):
 
     leader: str = ""
     sequence: Count = 0
+    of_draft: bool = False  # whether it is about the draft, which follows a chain of its own
 
 
 class AttachRequest(RankRequest, frozen=True, kw_only=True, tag="attach"):
@@ -258,6 +259,7 @@ class CallId(msgspec.Struct, frozen=True):
 
     leader: str = ""
     sequence: Count = 0
+    of_draft: bool = False
     request: "CallId | None" = None
 
 

@@ -725,6 +725,12 @@ class RankService:
         )
 
 
+NO_DRAFT: Final = errors.ConfigError(
+    "this engine drafts with no model of its own that could follow another chain",
+    hint="unset DELTACHAIN_DRAFT_URL",
+)
+
+
 class RankServices(WeakKeyDictionary[nn.Module, RankService]):
     """The rank services of a process, by model, which is all that calls of an engine share."""
 
