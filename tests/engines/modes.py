@@ -203,6 +203,16 @@ def tells_draft(replica: Replica, does: str) -> None:
     assert all(draft.endswith(f" {does}") for draft in drafts), drafts
 
 
+def drafts_as_the_model(replica: Replica) -> None:
+    """Assert that a draft that follows the chain of the model, as its own, drafts what it says."""
+    tells_draft(replica, "follows its own chain")
+    server: Any = replica.server
+    found = server.wait_for(lambda status: status["draft"]["version"] == status["version"])
+    assert not found["draft"]["trouble"], found
+    assert server.post("scrub").status_code == 200
+    assert server.drafted() > ALIKE
+
+
 def engines(size: int, local: int) -> tuple[str, ...]:
     """Arguments of vLLM for some of all data-parallel engines."""
     shared = ("--data-parallel-address", HOST, "--data-parallel-rpc-port", "PORT")
@@ -220,6 +230,7 @@ def speculating(**how: Any) -> tuple[str, ...]:
 
 
 TOGETHER: Final = {"DELTACHAIN_TOGETHER": "policy@2", "DELTACHAIN_PRESENCE_URL": "MEETING"}
+OWN_CHAIN: Final = {"DELTACHAIN_DRAFT_URL": "CHAIN"}
 HYBRID: Final = ("--data-parallel-hybrid-lb", "--data-parallel-start-rank")
 EXTERNAL: Final = ("--data-parallel-external-lb", "--data-parallel-rank")
 NODES: Final = ("--nnodes", "2", *ADDRESS, "PORT" if ENGINE == "vllm" else f"{HOST}:PORT")
@@ -234,6 +245,9 @@ AMX: Final = (
 )
 EAGLE: Final = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1", *AMX)
 DRAFT: Final = ("--speculative-draft-model-path", "BASE")
+ALIKE: Final = 0.9
+"""Least share of drafted tokens that a model accepts of itself; rounding decides some."""
+
 SLOTS: Final = json.dumps({"physical_to_logical_map": [[2, 0, 3, 1, 1, 2], [3, 2, 1, 0, 0, 3]]})
 """Experts of the two layers of ``MOE`` in SGLang's slots, some of them twice."""
 BALANCE: Final = ("--eplb-rebalance-num-iterations", "50")  # steps between two moves
@@ -274,6 +288,11 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
             act=partial(tells_draft, does="keeps its weights"),
         ),
+        "drafts: a model, `DELTACHAIN_DRAFT_URL`": Mode(
+            arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
+            environment=OWN_CHAIN,
+            act=drafts_as_the_model,
+        ),
         "`--enable-eplb`": Mode(
             tp=2, make=MOE, arguments=("--enable-expert-parallel", "--enable-eplb")
         ),
@@ -303,6 +322,11 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "drafts: a model": Mode(
             arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE),
             act=partial(tells_draft, does="keeps its weights"),
+        ),
+        "drafts: a model, `DELTACHAIN_DRAFT_URL`": Mode(
+            arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE),
+            environment=OWN_CHAIN,
+            act=drafts_as_the_model,
         ),
         "`--ep-num-redundant-experts`, `--init-expert-location`": Mode(
             make=MOE,
@@ -335,7 +359,7 @@ class Trying:
         self.kills = False
         if "ADAPTER" in str(mode.arguments):
             adapter(trainer.base, folder / "adapter")
-        values = {"PORT": str(free_port()), "BASE": str(trainer.base)}
+        values = {"PORT": str(free_port()), "BASE": str(trainer.base), "CHAIN": trainer.url}
         values |= {"ADAPTER": str(folder / "adapter"), "MEETING": (folder / "meeting").as_uri()}
 
         def given(text: str) -> str:
