@@ -135,7 +135,8 @@ class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
     digests: dict[str, StateDigest]  # state digests of those that are in the engine's checkpoint
 
 
-class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"): ...
+class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"):
+    ties: tuple[tuple[str, str], ...] = ()  # see `LateTie`
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):

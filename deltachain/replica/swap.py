@@ -26,7 +26,7 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 from . import messages as wire
 from .engine import Engine
-from .fetcher import Fetchers, elements_of, hosts_of, receive, shown
+from .fetcher import Fetchers, elements_of, hosts_of, receive, shown, with_ties
 from .layout.classes import ON_HOST, Agreement, agree, orphans, summary
 from .spool import Spool, SpoolIndex
 from .unused_state import UnusedState
@@ -311,7 +311,9 @@ class ReplicaTarget(Target):
         agreed = wire.AgreeRequest(
             classes=agreement.classes, holders=holders, compared=agreement.compared, wanted=wanted
         )
-        self.ranks = self._ask(agreed, wire.AgreeReply)
+        self.ranks = replies = self._ask(agreed, wire.AgreeReply)
+        ties = [tie for reply in replies for tie in reply.ties]
+        self.wanted = with_ties(self._fetchers.of_leader(wanted), ties)
         self._count = len(ranks)
         self._ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
         if not self._leads:
@@ -406,13 +408,19 @@ class ReplicaTarget(Target):
         """Stage a plan on every rank while its objects arrive, and prove the sum.
 
         If experts have moved, the ranks find them first, and prove the base at their new places.
+
+        Raises:
+            ExpertsMovedError: They need other elements than were fetched; see ``wanted``.
         """
         spool = Spool.create(self._spool, SpoolIndex.of(fetched))
         try:
             try:
                 return self._stage(spool, fetched, base, state, budget)
             except errors.ExpertsMovedError:
+                before = self.wanted
                 self.bind(self._specs, self._aliases)
+                if self.wanted != before:
+                    raise  # other parts of the objects were fetched
                 if base is not None and self.state() != base:
                     message = "the experts that the engine moved are not what they were"
                     raise errors.BaseMismatchError(message, version=fetched.plan.target) from None

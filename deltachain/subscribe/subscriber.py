@@ -698,7 +698,14 @@ class Subscriber(Closeable):
         ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
         with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
-                chain, held, committed, stage, usable=self._usable, hold=not once, room=room
+                chain,
+                held,
+                committed,
+                stage,
+                usable=self._usable,
+                hold=not once,
+                room=room,
+                wanted=target.wanted,
             )
         fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()

@@ -230,7 +230,7 @@ def speculating(**how: Any) -> tuple[str, ...]:
 
 
 TOGETHER: Final = {"DELTACHAIN_TOGETHER": "policy@2", "DELTACHAIN_PRESENCE_URL": "MEETING"}
-OWN_CHAIN: Final = {"DELTACHAIN_DRAFT_URL": "CHAIN"}
+OWN_CHAIN: Final = {"DELTACHAIN_DRAFT_URL": "STORE"}
 HYBRID: Final = ("--data-parallel-hybrid-lb", "--data-parallel-start-rank")
 EXTERNAL: Final = ("--data-parallel-external-lb", "--data-parallel-rank")
 NODES: Final = ("--nnodes", "2", *ADDRESS, "PORT" if ENGINE == "vllm" else f"{HOST}:PORT")
@@ -359,7 +359,7 @@ class Trying:
         self.kills = False
         if "ADAPTER" in str(mode.arguments):
             adapter(trainer.base, folder / "adapter")
-        values = {"PORT": str(free_port()), "BASE": str(trainer.base), "CHAIN": trainer.url}
+        values = {"PORT": str(free_port()), "BASE": str(trainer.base), "STORE": trainer.url}
         values |= {"ADAPTER": str(folder / "adapter"), "MEETING": (folder / "meeting").as_uri()}
 
         def given(text: str) -> str:

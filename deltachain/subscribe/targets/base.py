@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from deltachain.chain.fetch import Fetched
+from deltachain.codec.decode import Range
 from deltachain.errors import PartialApplyError, PoisonedError
 from deltachain.format.documents import Struct
 from deltachain.subscribe.targets.tensor_patch import LiveElements, Patch
@@ -53,7 +54,11 @@ class Target(Protocol):
 
     Call ``bind`` first. ``stage`` only reads, and may run while the model is in use; ``swap`` is
     the only method that writes, and requires that no one else writes meanwhile.
+
+    ``wanted`` has the range of flat indices of each tensor that ``stage`` reads; empty for all.
     """
+
+    wanted: Mapping[str, Range] = {}
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Match the chain's tensors to the target's.

@@ -74,7 +74,7 @@ class SglangServer(Server):
         dice = random.Random(3)
         bodies = [_body(prompt(dice), 24) for _ in range(8)]
         found = [self.client.post("/generate", json=body).json()["meta_info"] for body in bodies]
-        return mean(one["spec_accept_rate"] for one in found)
+        return float(mean(one["spec_accept_rate"] for one in found))
 
     def named(self) -> str:
         return str(self.client.get("/model_info").json()["weight_version"])
