@@ -5,6 +5,7 @@ swapped in all the same.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -66,15 +67,21 @@ class Draft:
         config = replace(settings.subscribe, url=settings.draft_url, base=None)
         self.subscriber = Subscriber(config, DraftTarget(model, settings))
         self._staged: Staged | None = None
-        self._trouble = ""
+        self._trouble, self._rests_until = "", 0.0
 
     def start(self) -> None:
         """Catch up; raise what keeps the draft from that."""
         self.subscriber.update()
 
     def stage(self) -> None:
+        """Stage the newest version; a store that fails slowly takes a tenth of the model's time."""
+        began = time.monotonic()
+        if began < self._rests_until:
+            return
         with self._telling():
             self._staged = self.subscriber.stage()
+        if self._trouble:
+            self._rests_until = time.monotonic() + 9 * (time.monotonic() - began)
 
     def swap(self) -> None:
         """Swap in what is staged, if anything is; nobody else writes to the model meanwhile."""
