@@ -66,6 +66,7 @@ class Draft:
     def __init__(self, settings: ReplicaSettings, model: ReplicaTarget) -> None:
         config = replace(settings.subscribe, url=settings.draft_url, base=None)
         self.subscriber = Subscriber(config, DraftTarget(model, settings))
+        self.subscriber.whose = "the draft's "
         self._staged: Staged | None = None
         self._trouble, self._rests_until = "", 0.0
 

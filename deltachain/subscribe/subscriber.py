@@ -307,6 +307,7 @@ class Subscriber(Closeable):
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.group: Group | None = None
+        self.whose = ""  # before versions in the log, of a target beside another one
         self._usable = UsablePlans(self.config.base)
         store = self.store = store or open_store(self.config.url, self.config.storage_options)
         # Not by way of self: a cycle would keep the target's tensors until it is collected.
@@ -505,7 +506,7 @@ class Subscriber(Closeable):
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
-        logger.info("%s", receipt)
+        logger.info("%s%s", self.whose, receipt)
         return receipt
 
     def rollback(self, version: Version | None = None) -> HeldVersion:
