@@ -111,7 +111,7 @@ class VllmServer(Server):
     def _counted(self) -> list[float]:
         text = self.client.get("/metrics").text
         names = ("draft", "accepted")
-        found = [re.findall(rf"spec_decode_num_{one}_tokens_total\S* (\S+)", text) for one in names]
+        found = [re.findall(rf"num_{one}_tokens_total\{{.* (\S+)", text) for one in names]
         return [sum(map(float, each)) for each in found]
 
     def named(self) -> str:
