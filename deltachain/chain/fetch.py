@@ -174,7 +174,9 @@ def fetch_part(
 
 def _wanted(store: Store, ref: ObjectRef, wanted: Mapping[str, Range]) -> Part | None:
     """Fetch and verify what is wanted of an object; ``None`` if it is to be fetched whole."""
-    front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
+    if ref.nbytes <= FRONT:
+        return None
+    front = memoryview(store.get_range(ref.key, 0, FRONT))
     read: list[tuple[int, Buffer]] = [(0, front)]
 
     def read_at(start: int, length: int) -> Buffer:

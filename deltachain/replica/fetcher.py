@@ -79,6 +79,9 @@ def hosts_of(found: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
     )
 
 
+NOTHING: Final[Mapping[str, Range]] = {"": (0, 0)}
+"""A range of no tensor: directories alone are fetched."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -163,7 +166,7 @@ class Fetchers:
         specs: Mapping[str, TensorSpec],
     ) -> tuple[dict[str, Range], ...]:
         """Return the range of each tensor that the host of each rank reads; empty for all."""
-        if len(self._hosts) == 1:
+        if all(host.is_leaders for host in self._hosts):
             return ()
         spans = {
             host: wanted_by([found[n] for n in host.ranks], classes, specs) for host in self._hosts
@@ -171,9 +174,9 @@ class Fetchers:
         return tuple(spans[host] for host in self._host_of)
 
     def of_leader(self, wanted: Sequence[Mapping[str, Range]]) -> Mapping[str, Range]:
-        """Return what the leader's host reads, of what all ranks want."""
+        """Return what the leader's host reads, of what all ranks want; without ranks nothing."""
         mine = (host.ranks[0] for host in self._hosts if host.is_leaders)
-        return next((wanted[rank] for rank in mine if wanted), {})
+        return next((wanted[rank] for rank in mine), NOTHING) if wanted else {}
 
     def names(self) -> tuple[str, ...]:
         """Return a new name of a spool for each rank; empty on the leader's host."""

@@ -284,16 +284,32 @@ def test_each_host_reads_its_own_objects_and_the_directories_of_others(
     here.subscriber._poison()
     assert present(here.subscriber.update()).plan.startswith("nothing")
     assert here.holds(0)
-    refs = {ref.key: ref for ref in here.subscriber.chain.read(0).manifest.edge.parts}
-    parts = {key: Part.from_bytes(here.store.get(key)) for key in refs}
+    found = {ref.key: ref.nbytes for ref in here.subscriber.chain.read(0).manifest.edge.parts}
+    large = [key for key, nbytes in found.items() if nbytes > 1 << 11]  # others are fetched whole
+    parts = {key: Part.from_bytes(here.store.get(key)) for key in large}
     whole = (here.faulty.keys_read, second.keys_read)
     for rank, (own, keys, front) in enumerate(zip(OF_STAGES, whole, fronts, strict=True)):
         layers = tuple(f"layers.{4 * rank + layer}." for layer in range(4))
         mine = {
             key for key, part in parts.items() if any(r.startswith(own + layers) for r in part.rows)
         }
-        assert refs.keys() & keys == mine < refs.keys()
+        assert parts.keys() & keys == mine < parts.keys()
         assert all(part.front_nbytes <= front[key] <= 1 << 11 for key, part in parts.items())
+
+
+def test_a_leader_on_a_host_without_ranks_reads_directories_alone(
+    followed: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    for service in here.engine.services:
+        service._settings = RankSettings(spool=tmp_path / "elsewhere")
+    monkeypatch.setattr(fetcher, "open_store", lambda _: FaultyStore(here.store))
+    monkeypatch.setattr(fetch, "FRONT", 1 << 11)
+    counted(monkeypatch, here.faulty)
+    here.subscriber._poison()
+    here.subscriber.update()
+    assert here.holds(0)
+    assert not [key for key in here.faulty.keys_read if key.startswith(("anchors/", "deltas/"))]
 
 
 OF_STAGES = ("embed",), ("embed", "head", "norm")
