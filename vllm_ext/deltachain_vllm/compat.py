@@ -128,6 +128,15 @@ def has_heads(config: Any) -> bool:
     )
 
 
+def draft_model(runner: Any) -> nn.Module | None:
+    """Return the model that drafts in a worker, also one in captured graphs; ``None`` for none."""
+    if hasattr(runner, "get_draft_model"):
+        found = runner.get_draft_model()
+    else:  # vLLM 0.30 and earlier
+        found = getattr(getattr(runner, "drafter", None), "model", None)
+    return found if isinstance(found, nn.Module) else None
+
+
 def draft_of(draft: nn.Module, model: nn.Module) -> Apart:
     """Return a draft that follows a chain of its own, without what it shares with the model."""
     return Apart(draft, model, own_loader=own_loader)

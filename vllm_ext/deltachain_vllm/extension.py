@@ -13,7 +13,7 @@ from deltachain.replica.messages import StatusReply, call_id, encode_reply
 from deltachain.replica.rank import NO_DRAFT, RankService, RankServices
 from deltachain.replica.settings import RankSettings, draft_does
 
-from .compat import draft_config, draft_of, has_heads, rank_of
+from .compat import draft_config, draft_model, draft_of, has_heads, rank_of
 from .model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
@@ -50,7 +50,7 @@ class WorkerExtension:
         """Handle a request of the leader; see :mod:`deltachain.replica.messages`."""
         worker: Any = self
         runner = worker.model_runner
-        draft = _drafting(runner)
+        draft = draft_model(runner)
         balancer = getattr(runner, "eplb_state", None)
         service = worker_service(
             runner.get_model(), worker.vllm_config, worker.rank, draft, balancer
@@ -75,14 +75,9 @@ class WorkerExtension:
         """Wait until no deltachain thread reads this rank's weights, before they are released."""
         worker: Any = self
         runner = worker.model_runner
-        for model in (runner.get_model(), _drafting(runner)):
+        for model in (runner.get_model(), draft_model(runner)):
             if model is not None:
                 _SERVICES.settle(model)
-
-
-def _drafting(runner: Any) -> nn.Module | None:
-    draft = getattr(getattr(runner, "drafter", None), "model", None)
-    return draft if isinstance(draft, nn.Module) else None
 
 
 def check_extension(config: Any, option: str) -> None:
