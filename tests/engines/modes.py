@@ -49,7 +49,7 @@ VERSIONS: Final = 3
 COLUMNS: Final = ("follow", "rollback", "kill -9, restart", "push", "wrong tokens")
 KEPT: Final = ROOT / "modes" / ENGINE
 README: Final = ROOT / f"{ENGINE}_ext" / "README.md"
-DEAD: Final = "EngineDeadError"
+DEAD: Final = {"vllm": "EngineDeadError"}.get(ENGINE, "Scheduler hit an exception")
 LONGEST: Final = 180
 """Characters of what an engine says in a table."""
 
@@ -516,7 +516,7 @@ def cells(mode: Mode, folder: Path, versions: int) -> Iterator[tuple[str, str]]:
 def words(folder: Path, error: BaseException) -> str:
     """What ended a row: our refusal, or the engine's last error, or what was found wrong."""
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
-    logs = re.sub(r".*( WARNING |died during initialization).*", "", logs)
+    logs = re.sub(r".*( WARNING |died during initialization|Pyspy failed).*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
     raised = re.findall(r"\(Worker\S* .*, in (\w+)\n.* raise .*\n.*\] (\w+Error.*)", logs)
     theirs = [f"{error} in {where}" for where, error in raised[:1]] or re.findall(
