@@ -333,7 +333,10 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             arguments=("--ep-num-redundant-experts", "2", "--init-expert-location", SLOTS),
         ),
         "`--enable-eplb`": Mode(
-            tp=2, make=MOE, arguments=("--ep-size", "2", "--enable-eplb", *BALANCE)
+            tp=2,
+            make=MOE,
+            arguments=("--ep-size", "2", "--enable-eplb", *BALANCE),
+            first=OWN / "moving",
         ),
         "`in_place` caches": Mode(environment={"DELTACHAIN_PAUSE": STALE}, act=keyed),
         "`Engine` in process": Mode(program="tests.engines.sglang.in_process"),

@@ -9,12 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
-import torch
-
 KNOWN: Final = import_module(".speculative", __name__)
-
-
-vars(torch.cpu).setdefault("empty_cache", lambda: None)  # before SGLang moves experts
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
