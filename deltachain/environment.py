@@ -169,6 +169,7 @@ def _place(text: str) -> str:
 
 VARIABLES: Final[Mapping[str, Variable]] = {
     "URL": Variable("URL of the chain that a server follows", _line),
+    "DRAFT_URL": Variable("URL of the chain that the draft model of a server follows", _line),
     "FOLLOW": Variable("whether the server applies versions as they are committed", _switch),
     "STRICT": Variable("whether a server that cannot follow exits at startup", _switch),
     "PAUSE": Variable("treatment of running requests during a swap", _line),

@@ -36,6 +36,7 @@ class Status(Answer, frozen=True, kw_only=True):
     classes: dict[str, dict[str, int]] = {}  # numbers of tensors and bytes, by class
     on_host: dict[str, str] = {}  # reasons why some tensors are not written in place
     ranks: list[dict[str, Any]] = []  # replies of the ranks to the last swap
+    draft: dict[str, Any] | None = None  # url, version, head and trouble of a draft with a chain
     last: dict[str, Any] | None = None  # receipt of the last apply
     # Seconds of phases of the last version: diff, encode and upload (a part of it) of the
     # publisher; here look, from the commit on, fetch, stage, pause and swap (a part of it).

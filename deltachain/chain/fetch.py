@@ -29,6 +29,7 @@ from deltachain.chain.tensor_plan import TensorPlan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.codec.container import ReadAt
+from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
 from deltachain.delta import OldBits, Piece, TensorDelta, pieces
 from deltachain.disk_space import check_room
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
@@ -56,6 +57,10 @@ PIECE: Final = 1 << 20
 RANGE: Final = 4 << 20
 RANGES: Final = 2
 """Bytes of a large object that are written to a file at a time, and threads that do."""
+
+FRONT: Final = 1 << 20  # bytes read at first: header and directory of most objects
+WHOLE: Final = 0.8
+"""Share above which objects are fetched whole: one request, and one digest for all."""
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +147,15 @@ def fetch_part(
     *,
     hold: bool = True,
     room: Room | None = None,
+    wanted: Mapping[str, Range] | None = None,
 ) -> Part:
-    """Fetch and verify a part, once more if it is corrupt."""
+    """Fetch and verify a part, once more if it is corrupt.
+
+    ``wanted`` has the range of flat indices of each tensor that is read; others are not fetched.
+    Empty for whole objects.
+    """
+    if wanted and (some := _wanted(store, ref, wanted)) is not None:
+        return some
     get: Callable[[Store, ObjectRef], Part] = _held
     if ref.nbytes > LARGE and not hold and store.capabilities.cheap_ranges:
         get = _in_store
@@ -157,6 +169,32 @@ def fetch_part(
         if corrupt is not None:
             corrupt.append(ref.key)
         return get(store, ref)
+
+
+def _wanted(store: Store, ref: ObjectRef, wanted: Mapping[str, Range]) -> Part | None:
+    """Fetch and verify what is wanted of an object; ``None`` if it is to be fetched whole."""
+    if ref.nbytes <= FRONT:
+        return None
+    front = memoryview(store.get_range(ref.key, 0, FRONT))
+    read: list[tuple[int, Buffer]] = [(0, front)]
+
+    def read_at(start: int, length: int) -> Buffer:
+        for at, data in read:
+            if at <= start and start + length <= at + len(data):
+                return memoryview(data)[start - at : start - at + length]
+        return store.get_range(ref.key, start, length)
+
+    try:
+        part = _checked(Part(read_at, ref.nbytes, key=ref.key), ref)
+        ranges = joined([(0, part.front_nbytes), *stored_ranges(part, wanted)])
+        if sum(stop - start for start, stop in ranges) > WHOLE * ref.nbytes:
+            return None
+        read[:] = [(start, read_at(start, stop - start)) for start, stop in ranges]
+        check_ranges(part, wanted)
+    except errors.FormatError:
+        return None  # corrupt at the first read: the whole object is proven by its digest
+    part.ranges = read
+    return part
 
 
 def _held(store: Store, ref: ObjectRef) -> Part:
@@ -324,7 +362,7 @@ class Fetched:
 
 
 @contextmanager
-def fetching(
+def fetching(  # noqa: PLR0913 - settings of a fetch
     chain: Chain,
     plan: Plan,
     *,
@@ -332,6 +370,7 @@ def fetching(
     base: Path | None = None,
     hold: bool = True,
     room: Path | None = None,
+    wanted: Mapping[str, Range] | None = None,
 ) -> Iterator[Fetched]:
     """Fetch every object of a plan in threads, while the plan is used.
 
@@ -340,7 +379,7 @@ def fetching(
     without being held in memory, where the store has cheap ranges, and read again as they are
     decoded. Others are held in a file without a name in the folder ``room``, if given and while it
     has room for the weights beside them, unless it is :func:`scratch`; the first small ones in
-    memory.
+    memory. ``wanted`` is as in :func:`fetch_part`.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
     filled = sum(spec.nbytes for spec in specs.values()) if room != scratch() else 0
@@ -358,7 +397,7 @@ def fetching(
 
     def get(ref: ObjectRef, edge: Edge) -> Part:
         held = hold or edge.base is not None
-        part = fetch_part(chain.store, ref, corrupt, hold=held, room=beside)
+        part = fetch_part(chain.store, ref, corrupt, hold=held, room=beside, wanted=wanted)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: (row.dtype, row.shape) for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)

@@ -37,10 +37,12 @@ class Part:
     Attributes:
         digest: blake3 of the front of the file, as stored in it.
         columns: Rows and segments of the directory, checked.
+        ranges: Offsets and bytes of all that was fetched, of an object that is not fetched whole.
     """
 
     def __init__(self, read_at: container.ReadAt, nbytes: int, *, key: str = "") -> None:
-        self.key = key
+        self.key, self.nbytes = key, nbytes
+        self.ranges: list[tuple[int, Buffer]] = []
         self._source = _Source(b"")
         header = container.read_header(read_at, nbytes, key=key)
         self.compressed = _check_metadata(header, key)
@@ -72,6 +74,7 @@ class Part:
     def use_copy(self, data: Buffer) -> None:
         """Read from another copy of the object's bytes from now on, and release the first."""
         self._source.data = memoryview(data)
+        self.ranges.clear()
 
     @property
     def front_nbytes(self) -> int:

@@ -166,7 +166,7 @@ def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - as it is parsed
         return redacted_path(value)
     if not isinstance(value, str):
         return str(int(value)) if isinstance(value, bool) else str(value)
-    if name in ("URL", "PRESENCE_URL"):
+    if name in ("URL", "DRAFT_URL", "PRESENCE_URL"):
         return redacted_url(value)
     return value if name == "DECODE" else "(set)"
 
@@ -271,6 +271,8 @@ def examine(
         yield note(STORE, "no store was examined", "correct the faults above first")
     else:
         yield from _examine_store(url, role, environment)
+        if role is Role.FOLLOWER and (draft := read(environment).get("DRAFT_URL")):
+            yield from _examine_store(draft, role, environment)
 
 
 def _examine_store(

@@ -3,29 +3,23 @@
 import logging
 import secrets
 import socket
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deltachain.chain.fetch import THREADS, Fetched, fetch_part
-from deltachain.codec import Part
-from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
-from deltachain.errors import ApplyError, FormatError
+from deltachain.chain.fetch import THREADS, WHOLE, Fetched, fetch_part
+from deltachain.codec.decode import Range
+from deltachain.errors import ApplyError
 from deltachain.format.documents import ObjectRef
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
-from deltachain.types import Buffer, TensorSpec, Version
+from deltachain.types import TensorSpec, Version
 
 from .layout.classes import Classified, TensorClass
 from .messages import RankReply, Refusal
 from .spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
-
-FRONT: Final = 1 << 20  # bytes read at first: header and directory of most objects
-WHOLE: Final = 0.8
-"""Share above which objects are fetched whole: one request, and one digest for all."""
-
 
 # The leader fetches for the ranks that see its own folder. Elsewhere one rank of each host does,
 # from the same store, and every rank of the host reads what it has written.
@@ -85,6 +79,9 @@ def hosts_of(found: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
     )
 
 
+NOTHING: Final[Mapping[str, Range]] = {"": (0, 0)}
+"""A range of no tensor: directories alone are fetched."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -93,18 +90,13 @@ def fill(
 ) -> None:
     """Fetch every object of a plan, or what is wanted of it, into the spool as it arrives.
 
-    ``wanted`` has the range of flat indices of each tensor that ranks of this host read; empty for
-    whole objects, which are verified. Ranks verify each frame that they read in either case, and
+    ``wanted`` is as in :func:`fetch_part`. Ranks verify each frame that they read in any case, and
     are told if an object cannot be fetched.
     """
     refs = [one.ref for one in index.objects]
 
     def get(store: Store, number: int, ref: ObjectRef) -> None:
-        found = _ranges_of(store, ref, wanted) if wanted else None
-        if found is None:
-            spool.move(number, fetch_part(store, ref))
-        else:
-            spool.put_ranges(number, ref.nbytes, found)
+        spool.move(number, fetch_part(store, ref, wanted=wanted))
 
     try:
         with closing(open_store(url)) as store, Pool(min(THREADS, len(refs))) as pool:
@@ -120,34 +112,6 @@ def fill(
     except BaseException as exc:
         spool.fail(exc)
         raise
-
-
-def _ranges_of(
-    store: Store, ref: ObjectRef, wanted: Mapping[str, Range]
-) -> Sequence[tuple[int, Buffer]] | None:
-    """Fetch and verify what is wanted of an object; ``None`` if it is to be fetched whole."""
-    front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
-    read: list[tuple[int, Buffer]] = [(0, front)]
-
-    def read_at(start: int, length: int) -> Buffer:
-        for at, data in read:
-            if at <= start and start + length <= at + len(data):
-                return memoryview(data)[start - at : start - at + length]
-        return store.get_range(ref.key, start, length)
-
-    try:
-        part = Part(read_at, ref.nbytes, key=ref.key)
-        if part.digest != ref.directory:
-            return None
-        ranges = joined([(0, part.front_nbytes), *stored_ranges(part, wanted)])
-        if sum(stop - start for start, stop in ranges) > WHOLE * ref.nbytes:
-            return None
-        found = [(start, read_at(start, stop - start)) for start, stop in ranges]
-        read += found
-        check_ranges(part, wanted)
-    except FormatError:
-        return None  # corrupt at the first read: the whole object is proven by its digest
-    return found
 
 
 def receive(spool: Spool, fetched: Fetched) -> None:
@@ -201,13 +165,18 @@ class Fetchers:
         classes: Mapping[str, TensorClass],
         specs: Mapping[str, TensorSpec],
     ) -> tuple[dict[str, Range], ...]:
-        spans: dict[Host, dict[str, Range]] = {
-            host: {}
-            if host.is_leaders
-            else wanted_by([found[n] for n in host.ranks], classes, specs)
-            for host in self._hosts
+        """Return the range of each tensor that the host of each rank reads; empty for all."""
+        if all(host.is_leaders for host in self._hosts):
+            return ()
+        spans = {
+            host: wanted_by([found[n] for n in host.ranks], classes, specs) for host in self._hosts
         }
-        return tuple(spans[host] for host in self._host_of) if any(spans.values()) else ()
+        return tuple(spans[host] for host in self._host_of)
+
+    def of_leader(self, wanted: Sequence[Mapping[str, Range]]) -> Mapping[str, Range]:
+        """Return what the leader's host reads, of what all ranks want; without ranks nothing."""
+        mine = (host.ranks[0] for host in self._hosts if host.is_leaders)
+        return next((wanted[rank] for rank in mine), NOTHING) if wanted else {}
 
     def names(self) -> tuple[str, ...]:
         """Return a new name of a spool for each rank; empty on the leader's host."""
@@ -240,6 +209,12 @@ class Fetchers:
                     hint=last.hint,
                 )
         return bool(refusals)
+
+
+def with_ties(wanted: Mapping[str, Range], ties: Iterable[tuple[str, str]]) -> Mapping[str, Range]:
+    """Add what is compared with tensors that are read; see :class:`.moved_tensors.LateTie`."""
+    added = {ignored: wanted[followed] for ignored, followed in ties if followed in wanted}
+    return {**wanted, **added}
 
 
 def wanted_by(

@@ -28,6 +28,7 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
 
+from .draft import Draft
 from .engine import Engine, age
 from .messages import status_row
 from .settings import ReplicaSettings
@@ -114,6 +115,8 @@ class Leader:
         self.engine = engine
         self.target = ReplicaTarget(engine, settings.subscribe.url, settings.spool)
         self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
+        self.draft = Draft(settings, self.target) if settings.draft_url else None
+        self.target.beside = self.draft
         self.tally = Tally()
         self.released: frozenset[str] = frozenset()
         self.trouble: errors.DeltaChainError | None = None
@@ -134,6 +137,8 @@ class Leader:
         """
         try:
             self.update()
+            if self.draft is not None:
+                self.draft.start()
         except errors.DeltaChainError as exc:
             if isinstance(exc, REFUSALS):
                 if self.settings.strict or isinstance(exc, errors.EngineDamagedError):
@@ -162,6 +167,8 @@ class Leader:
         if self._thread is not None:
             self._thread.join()
         self.subscriber.close()
+        if self.draft is not None:
+            self.draft.subscriber.close()
 
     def stage(self, version: Version | None = None) -> Version | None:
         """Fetch, prove and stage a version while the engine generates; an update then swaps.
@@ -250,6 +257,8 @@ class Leader:
         Returns whether the digest was right.
         """
         fine = self.subscriber.scrub()
+        if self.draft is not None:
+            self.draft.scrub()
         if not fine:
             message = "the live weights are not what this replica should hold"
             self._troubled(errors.ApplyError(message))
@@ -274,6 +283,7 @@ class Leader:
             on_host=target.on_host(),
             oldest=_oldest(target.oldest, subscriber.version),
             ranks=[status_row(reply) for reply in target.ranks],
+            draft=self.draft.status() if self.draft else None,
             trouble=str(self.trouble) if self.trouble else "",
             doubt=str(doubt.args[0]) if doubt else "",
             fault=self.engine_watch.fault or self.ended,
@@ -402,6 +412,8 @@ class Leader:
             at_head = held is not None and head is not None and held.version >= head
             self.caught_up = self.caught_up or at_head or self.subscriber.pinned
             self._name()
+        if self.draft is not None and not (self.subscriber.pinned or self.released):
+            self.draft.catch_up(self.subscriber.alone())
 
     def _name(self) -> None:
         """Label tokens with the held version, even if it is not the newest."""

@@ -25,6 +25,7 @@ class RankRequest(Struct, frozen=True, kw_only=True, tag_field="call"):
 
     leader: str = ""
     sequence: Count = 0
+    of_draft: bool = False  # whether it is about the draft, which follows a chain of its own
 
 
 class AttachRequest(RankRequest, frozen=True, kw_only=True, tag="attach"):
@@ -134,7 +135,8 @@ class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
     digests: dict[str, StateDigest]  # state digests of those that are in the engine's checkpoint
 
 
-class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"): ...
+class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"):
+    ties: tuple[tuple[str, str], ...] = ()  # see `LateTie`
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):
@@ -258,6 +260,7 @@ class CallId(msgspec.Struct, frozen=True):
 
     leader: str = ""
     sequence: Count = 0
+    of_draft: bool = False
     request: "CallId | None" = None
 
 

@@ -69,8 +69,8 @@ class LateTies:
     """The late ties of a rank, held against each plan."""
 
     def __init__(self, ties: Iterable[LateTie] = ()) -> None:
-        self._ties = tuple(ties)
-        self.names = frozenset(name for tie in self._ties for name in tie)
+        self.ties = tuple(ties)
+        self.names = frozenset(name for tie in self.ties for name in tie)
 
     def noted(
         self, plans: Iterable[TensorPlan | GroupPlan], noted: dict[str, list[TensorPlan]]
@@ -86,7 +86,7 @@ class LateTies:
         self, plans: Mapping[str, Sequence[TensorPlan]], share_of: Callable[[str], Share]
     ) -> None:
         """Refuse plans after which tied tensors would have different bits; nothing is written."""
-        for tie in self._ties:
+        for tie in self.ties:
             if plans.keys().isdisjoint(tie):
                 continue
             share = share_of(tie.followed)

@@ -36,7 +36,7 @@ from deltachain.types import StateDigest, TensorSpec, Version
 from . import messages as wire
 from .batches import DeviceStager, HostStager, Stager
 from .engine import EngineModel
-from .fetcher import fill, folder_id, sees_probe
+from .fetcher import fill, folder_id, sees_probe, with_ties
 from .freed_memory import reusing_memory, trim_memory
 from .host_copies import HostCopies
 from .layout.classes import ON_HOST, Classified, TensorClass
@@ -127,7 +127,7 @@ class Rank:
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
-        self._ties = LateTies()
+        self.ties = LateTies()
         self._record = self._recorded(None)
         warm_up(self._specs.values())
 
@@ -159,7 +159,7 @@ class Rank:
         self._copies.keep(n for n, kind in classes.items() if kind in ON_HOST and holders[n])
         ignored = self._attached.idle.union(n for n, kind in classes.items() if kind == "unused")
         used = [name for name in classes if name not in ignored]
-        self._ties = LateTies(find_late_ties(self._source, ignored, used))
+        self.ties = LateTies(find_late_ties(self._source, ignored, used))
         self._batched()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
@@ -233,8 +233,8 @@ class Rank:
         with own_stream(self.model):
             tied: dict[str, list[TensorPlan]] = {}
             plans = SpoolReader(folder, abandon).plans(*self._batched())
-            staged = stage(self._ties.noted(plans, tied), self._share, budget, threads)
-            self._ties.check(tied, self._share)
+            staged = stage(self.ties.noted(plans, tied), self._share, budget, threads)
+            self.ties.check(tied, self._share)
         if self._copies.bits:
             trim_memory()  # a load needs it: of the one before, and of decoding
         with self._changing:
@@ -332,7 +332,7 @@ class Rank:
             made = tuple(make(held, self._specs) for make, held in kinds.items() if held)
             for one in made:
                 one.warm_up()
-            self._stager = self._attached, made, frozenset(absent) - self._ties.names
+            self._stager = self._attached, made, frozenset(absent) - self.ties.names
         return self._stager[1:]
 
     def _stager_of(self, place: Placement) -> type[Stager] | None:
@@ -618,8 +618,10 @@ class RankService:
             compared=request.compared,
             alone=len(request.holders) == 1,
         )
-        self._attached.wanted = request.wanted[self.number] if request.wanted else {}
-        return wire.AgreeReply()
+        ties = self.rank.ties.ties
+        wanted = request.wanted[self.number] if request.wanted else {}
+        self._attached.wanted = with_ties(wanted, ties)
+        return wire.AgreeReply(ties=ties)
 
     def _find_unused(self, request: wire.FindUnusedRequest) -> wire.FindUnusedReply:
         digests = self.rank.unused_state(request.names)
@@ -729,6 +731,12 @@ class RankService:
         return wire.StatusReply(
             pid=os.getpid(), version=self._version, staged=len(self.rank.staged)
         )
+
+
+NO_DRAFT: Final = errors.ConfigError(
+    "this engine drafts with no model of its own that could follow another chain",
+    hint="unset DELTACHAIN_DRAFT_URL",
+)
 
 
 class RankServices(WeakKeyDictionary[nn.Module, RankService]):

@@ -37,17 +37,25 @@ class RankSettings:
     proofs: Path | None = None  # folder of kept proofs; none are kept without one
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "RankSettings":
+    def of(cls, environment: Mapping[str, str], *, draft: bool = False) -> "RankSettings":
         """Read the settings from environment variables, without any validation in workers."""
         return cls(
             spool=spool_folder(environment),
-            url=environment.get("DELTACHAIN_URL", ""),
+            url=environment.get("DELTACHAIN_DRAFT_URL" if draft else "DELTACHAIN_URL", ""),
             decode=environment.get("DELTACHAIN_DECODE", ""),
             proofs=proofs_folder(environment),
         )
 
 
-_OWN: Final = ("FOLLOW", "PAUSE", "MAX_LAG", "MAX_SILENCE_S", "TOGETHER")
+def draft_does(environment: Mapping[str, str], *, has_heads: bool) -> str:
+    """Return what a draft follows; ``has_heads`` says that it is heads in the model's chain."""
+    if has_heads:
+        return "follows the chain"
+    has_chain = bool(environment.get("DELTACHAIN_DRAFT_URL"))
+    return "follows its own chain" if has_chain else "keeps its weights"
+
+
+_OWN: Final = ("FOLLOW", "PAUSE", "MAX_LAG", "MAX_SILENCE_S", "TOGETHER", "DRAFT_URL")
 
 _SUBSCRIBER: Final = [field.name.upper() for field in fields(SubscribeConfig)]
 """Variables that set fields of the subscriber."""
@@ -67,13 +75,14 @@ class ReplicaSettings:
     spool: Path = field(default_factory=lambda: spool_folder({}))
     presence: str = ""  # URL
     together: tuple[str, int] | None = None  # group and its number of replicas
+    draft_url: str = ""  # chain of the draft; empty if it keeps its weights, or has none
 
     @classmethod
     def in_process(
         cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
     ) -> "ReplicaSettings":
         """Return the settings of an engine that a program holds, which names the chain itself."""
-        own = _given(read(environment), ("PAUSE",))
+        own = _given(read(environment), ("PAUSE", "DRAFT_URL"))
         spool = spool_folder(environment)
         return cls(subscribe=SubscribeConfig.of(config), follow=True, spool=spool, **own)
 

@@ -139,8 +139,14 @@ class Spool:
             unfinished.replace(file)
 
     def move(self, number: int, part: Part) -> None:
-        """Write one object, and let its part read the file from now on: memory has one copy."""
-        self.put(number, part.data)
+        """Write one object, or what was fetched of it; memory then has no other copy.
+
+        Its part reads the file from now on.
+        """
+        if part.ranges:
+            self.put_ranges(number, part.nbytes, part.ranges)
+        else:
+            self.put(number, part.data)
         part.use_copy(map_file(object_file(self.folder, number)))
 
     def fail(self, cause: BaseException) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Final, TypeVar, cast
+from typing import Final, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -26,7 +26,7 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 from . import messages as wire
 from .engine import Engine
-from .fetcher import Fetchers, elements_of, hosts_of, receive, shown
+from .fetcher import Fetchers, elements_of, hosts_of, receive, shown, with_ties
 from .layout.classes import ON_HOST, Agreement, agree, orphans, summary
 from .spool import Spool, SpoolIndex
 from .unused_state import UnusedState
@@ -116,6 +116,11 @@ class PauseHolds:
         self._changes = 0
 
     @property
+    def held(self) -> bool:
+        """Whether it is paused for a reason of this leader."""
+        return self._ours
+
+    @property
     def why(self) -> str:
         """Why generation is paused, apart from swaps and doubt; empty if it is not."""
         if self.paused:
@@ -171,6 +176,14 @@ class PauseHolds:
         self._ours = False
 
 
+class Beside(Protocol):
+    """What is staged and swapped in together with a replica; its methods raise nothing."""
+
+    def stage(self) -> None: ...
+
+    def swap(self) -> None: ...
+
+
 SHOWN: Final = 20
 """Number of reasons in a status."""
 
@@ -180,7 +193,9 @@ logger = logging.getLogger(__name__)
 class ReplicaTarget(Target):
     """All ranks of an engine, as one target; they were started with the same URL."""
 
-    def __init__(self, engine: Engine, url: str, spool: Path) -> None:
+    def __init__(self, engine: Engine, url: str, spool: Path, *, of_draft: bool = False) -> None:
+        self.beside: Beside | None = None
+        self._of_draft = of_draft
         self.agreement: Agreement | None = None
         self._url = url
         self._spool = spool
@@ -195,7 +210,7 @@ class ReplicaTarget(Target):
         self._asking = Lock()
         self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
         self._held: HeldVersion | None = None
-        self._holds = PauseHolds(engine)
+        self.holds = PauseHolds(engine)
         self.ranks: Sequence[wire.RankReply] = ()
         self._named: Version | None = None
         self.oldest = ""  # see `Engine.oldest`; of the last look, so that it may be older
@@ -206,7 +221,7 @@ class ReplicaTarget(Target):
     @property
     def why_paused(self) -> str:
         """Why generation is paused, apart from swaps; empty if it is not. See :meth:`look`."""
-        return self._holds.why
+        return self.holds.why
 
     def _ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
         """Return the replies of all ranks, of the given type; raise a refusal as its error."""
@@ -217,7 +232,12 @@ class ReplicaTarget(Target):
 
         Raises a :class:`PoisonedError` if a reply has another type, or another request or rank.
         """
-        asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
+        asked = msgspec.structs.replace(
+            request,
+            leader=self._leader,
+            sequence=next(self._sequence),
+            of_draft=self._of_draft,
+        )
         replies = self.engine.call(asked)
         found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
         ranks = range(self._count or len(replies))
@@ -291,7 +311,9 @@ class ReplicaTarget(Target):
         agreed = wire.AgreeRequest(
             classes=agreement.classes, holders=holders, compared=agreement.compared, wanted=wanted
         )
-        self.ranks = self._ask(agreed, wire.AgreeReply)
+        self.ranks = replies = self._ask(agreed, wire.AgreeReply)
+        ties = [tie for reply in replies for tie in reply.ties]
+        self.wanted = with_ties(self._fetchers.of_leader(wanted), ties)
         self._count = len(ranks)
         self._ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
         if not self._leads:
@@ -320,14 +342,14 @@ class ReplicaTarget(Target):
 
     def pause(self) -> None:
         self.check_leads()
-        self._holds.pause()
+        self.holds.pause()
 
     def resume(self) -> None:
         self.check_leads()
-        self._holds.resume()
+        self.holds.resume()
 
     def stop_serving(self) -> None:
-        self._holds.doubt()
+        self.holds.doubt()
 
     def check_leads(self) -> None:
         """Raise :class:`LeaderReplacedError` if another leader has the ranks that this one had."""
@@ -337,7 +359,7 @@ class ReplicaTarget(Target):
     def look(self) -> None:
         """Ask every rank and the scheduler for their state; for a thread of its own."""
         self.check_leads()
-        self._holds.look()
+        self.holds.look()
         self.oldest = self.engine.oldest()
 
     def held(self) -> HeldVersion | None:
@@ -386,13 +408,19 @@ class ReplicaTarget(Target):
         """Stage a plan on every rank while its objects arrive, and prove the sum.
 
         If experts have moved, the ranks find them first, and prove the base at their new places.
+
+        Raises:
+            ExpertsMovedError: They need other elements than were fetched; see ``wanted``.
         """
         spool = Spool.create(self._spool, SpoolIndex.of(fetched))
         try:
             try:
                 return self._stage(spool, fetched, base, state, budget)
             except errors.ExpertsMovedError:
+                before = self.wanted
                 self.bind(self._specs, self._aliases)
+                if self.wanted != before:
+                    raise  # other parts of the objects were fetched
                 if base is not None and self.state() != base:
                     message = "the experts that the engine moved are not what they were"
                     raise errors.BaseMismatchError(message, version=fetched.plan.target) from None
@@ -435,6 +463,8 @@ class ReplicaTarget(Target):
         if expected not in (None, effect.nnz):
             message = f"the ranks would write {effect.nnz:,} of {expected:,} elements"
             raise errors.BaseMismatchError(message, version=version)
+        if self.beside is not None:
+            self.beside.stage()
         return PreparedSwap(
             nnz=effect.nnz,
             nbytes=max(reply.nbytes for reply in replies),
@@ -507,12 +537,12 @@ class ReplicaTarget(Target):
         try:
             self.check_leads()
             may_resume = True  # from here on the pause is this leader's
-            self._holds.hold()
+            self.holds.hold()
         except errors.LeaderReplacedError:
             raise
         except errors.ApplyError as exc:
             if may_resume:
-                self._holds.go_on()
+                self.holds.go_on()
             raise errors.PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,
@@ -525,11 +555,13 @@ class ReplicaTarget(Target):
             self.name(held.version)
         except errors.PartialApplyError:
             self._held = before
-            self._holds.go_on()
+            self.holds.go_on()
             raise
         self._held, self._unused = held, prepared.unused[not prepared.back]
-        self._holds.trust()
-        self._holds.go_on()
+        self.holds.trust()
+        if self.beside is not None:
+            self.beside.swap()
+        self.holds.go_on()
         prepared.lease.spool.close()
         return seconds
 

@@ -1,7 +1,7 @@
 """Fetch of the cheapest plan whose objects are all usable."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS
+from deltachain.codec.decode import Range
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import manifest_key, version_of
 from deltachain.subscribe.targets.base import HeldVersion
@@ -53,6 +54,7 @@ def fetch_around(  # noqa: PLR0913 - as of `fetching`
     usable: UsablePlans,
     hold: bool = True,
     room: Path | None = None,
+    wanted: Mapping[str, Range] | None = None,
 ) -> tuple[Fetched, _T]:
     """Use the cheapest plan while it is fetched; again around edges of unusable objects."""
     avoid: list[EdgeSummary] = []
@@ -67,7 +69,13 @@ def fetch_around(  # noqa: PLR0913 - as of `fetching`
             raise
         try:
             with fetching(
-                chain, plan, target=committed, base=usable.base, hold=hold, room=room
+                chain,
+                plan,
+                target=committed,
+                base=usable.base,
+                hold=hold,
+                room=room,
+                wanted=wanted,
             ) as fetched:
                 return fetched, use(fetched)
         except errors.OldBitsError as exc:

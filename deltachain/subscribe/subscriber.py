@@ -308,6 +308,7 @@ class Subscriber(Closeable):
         self.trouble: errors.DeltaChainError | None = None  # of the last round of `follow`
         self.told = Event()
         self.group: Group | None = None
+        self.whose = ""  # before versions in the log, of a target beside another one
         self._usable = UsablePlans(self.config.base)
         store = self.store = store or open_store(self.config.url, self.config.storage_options)
         # Not by way of self: a cycle would keep the target's tensors until it is collected.
@@ -506,7 +507,7 @@ class Subscriber(Closeable):
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
-        logger.info("%s", receipt)
+        logger.info("%s%s", self.whose, receipt)
         return receipt
 
     def rollback(self, version: Version | None = None) -> HeldVersion:
@@ -694,7 +695,14 @@ class Subscriber(Closeable):
         ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
         with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
-                chain, held, committed, stage, usable=self._usable, hold=not once, room=room
+                chain,
+                held,
+                committed,
+                stage,
+                usable=self._usable,
+                hold=not once,
+                room=room,
+                wanted=target.wanted,
             )
         fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 
 from deltachain.errors import ApplyError, UnsupportedEngineError
 from deltachain.replica.engine import age
+from deltachain.replica.settings import draft_does
 
 from .table import BALANCED, IN_PLACE, MOVING, OUTLIVING, REPLACING, TABLE
 
@@ -213,10 +214,16 @@ def heads(manager: Any) -> Any:
     return found[0] if len(found) == 1 and not chosen and not moves_experts() else None
 
 
+def draft(manager: Any) -> Any:
+    """Return the runner of the one draft that may follow a chain of its own; ``None`` for none."""
+    found = _drafting(manager)
+    return found[0] if len(found) == 1 and not heads(manager) else None
+
+
 def drafts(manager: Any) -> str:
     """Return which models draft for a scheduler and what they follow; empty if none does."""
     names = sorted({type(runner.model).__name__ for runner in _drafting(manager)})
-    does = "follows the chain" if names and heads(manager) else "keeps its weights"
+    does = draft_does(os.environ, has_heads=bool(names and heads(manager)))
     return f"{', '.join(names)} {does}" if names else ""
 
 

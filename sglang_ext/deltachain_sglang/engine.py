@@ -52,7 +52,7 @@ class SglangEngine:
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
         """Send a request to every rank; flush or salt caches with a swap."""
-        swaps = isinstance(request, SwapRequest)
+        swaps = isinstance(request, SwapRequest) and not request.of_draft
         self._swaps += swaps
         flush = swaps and (self.mode != IN_PLACE or self._doubted)
         salt = f"{self._process}.{self._swaps}" if swaps and not flush else ""

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import msgspec
+from torch import nn
 
 from deltachain.errors import ApplyError, PartialApplyError
 from deltachain.format.documents import Struct
 from deltachain.replica import messages as wire
+from deltachain.replica.layout.heads import Apart
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.rank import RankServices
+from deltachain.replica.rank import NO_DRAFT, RankService, RankServices
 from deltachain.replica.settings import RankSettings
 
 from . import SCHEME, cache_salts, compat
@@ -106,7 +108,9 @@ def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap ``release_memory_occupation``: wait for threads that still read weights."""
-    _SERVICES.settle(manager.tp_worker.model_runner.model)
+    drafting = compat.draft(manager)
+    for runner in (manager.tp_worker.model_runner, *([drafting] if drafting else [])):
+        _SERVICES.settle(runner.model)
     return original(manager, request)
 
 
@@ -159,17 +163,10 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     """
     if not compat.has_weights(manager):
         return SchedulerReply(status="asleep")
-    runner = manager.tp_worker.model_runner
-    updater = runner.weight_updater
-    service = _SERVICES.of(
-        runner.model,
-        lambda: SglangModel(
-            runner.model, updater.model_config, updater.device, compat.heads(manager)
-        ),
-        compat.rank_of(),
-        RankSettings.of(os.environ),
+    service, asked = (
+        _service(manager.tp_worker.model_runner, manager),
+        decode_scheduler_request(text),
     )
-    asked = decode_scheduler_request(text)
     if asked is None:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
@@ -179,13 +176,36 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         return SchedulerReply()
     if asked.salt:
         cache_salts.renew(manager.scheduler, asked.salt)
-    mine = msgspec.structs.replace(service.handle(asked.request), draft=compat.drafts(manager))
+    mine = msgspec.structs.replace(_handled(asked.request, manager), draft=compat.drafts(manager))
     reply = _gathered(wire.encode_reply(mine))
     if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
     if asked.flush and not any(isinstance(one, wire.Refusal) for one in reply.replies):
         compat.flush(manager)
     return msgspec.structs.replace(reply, oldest=compat.oldest(manager.scheduler))
+
+
+def _handled(request: wire.RankRequest, manager: Any) -> wire.RankReply:
+    """Let this rank handle a request, or its draft, which follows a chain of its own."""
+    runner, draft = manager.tp_worker.model_runner, compat.draft(manager)
+    if not request.of_draft:
+        return _service(runner, manager).handle(request)
+    if draft is None:
+        return _service(runner, manager).refuse(request, NO_DRAFT)
+    return _service(draft, manager, drafts_for=runner.model).handle(request)
+
+
+def _service(runner: Any, manager: Any, *, drafts_for: nn.Module | None = None) -> RankService:
+    updater = runner.weight_updater
+    config, device = updater.model_config, updater.device
+
+    def wrap() -> SglangModel:
+        if drafts_for is not None:
+            return SglangModel(Apart(runner.model, drafts_for), config, device)
+        return SglangModel(runner.model, config, device, compat.heads(manager))
+
+    settings = RankSettings.of(os.environ, draft=drafts_for is not None)
+    return _SERVICES.of(runner.model, wrap, compat.rank_of(), settings)
 
 
 def _gathered(mine: str, status: Literal["answered", "busy"] = "answered") -> SchedulerReply:

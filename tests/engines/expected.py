@@ -210,6 +210,8 @@ class Judge:
         def run(model: nn.Module) -> Tensor:
             return self._logits(cast("PreTrainedModel", model), prompt, tokens)
 
+        if not routers(self._model):
+            return False
         by = ROUNDINGS * rounding(self._model, self._rounding, run)
         at = len(prompt) + position - 1
         return any(

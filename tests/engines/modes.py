@@ -3,7 +3,7 @@
 ::
 
     python -m tests.engines.modes                   # rows that were not run or wrong; the table
-    python -m tests.engines.modes --rows NAME ...   # these, again
+    python -m tests.engines.modes --rows NAME ...   # these, again; with --versions 30 for longer
     python -m tests.engines.modes --rows --write    # none; the table into the engine's README
 
 Rows, logs and checkpoints are kept in the folder ``modes``.
@@ -39,7 +39,7 @@ from tests.engines import strikes
 from tests.engines.expected import Judge
 from tests.engines.replica import Replica, error_of
 from tests.engines.serving import ENGINE, HOST, ROOT, STOP_S, Server, answers, prompt, start
-from tests.engines.test_nodes import ADDRESS, SILENT_S, second_node
+from tests.engines.test_nodes import ADDRESS, HEADLESS, SILENT_S, second_node
 from tests.engines.test_server_load import STALE, Trial, checked
 from tests.engines.test_server_outages import PLAIN, with_heads
 from tests.engines.test_server_stages import EXPERTS, STAGES
@@ -49,7 +49,7 @@ VERSIONS: Final = 3
 COLUMNS: Final = ("follow", "rollback", "kill -9, restart", "push", "wrong tokens")
 KEPT: Final = ROOT / "modes" / ENGINE
 README: Final = ROOT / f"{ENGINE}_ext" / "README.md"
-DEAD: Final = "EngineDeadError"
+DEAD: Final = {"vllm": "EngineDeadError"}.get(ENGINE, "Scheduler hit an exception")
 LONGEST: Final = 180
 """Characters of what an engine says in a table."""
 
@@ -89,7 +89,7 @@ class Mode:
 
     arguments: tuple[str, ...] = ()
     each: tuple[tuple[str, ...], ...] = ((),)  # more of each server, which balance among them
-    node: bool = False  # a second node without an address
+    nodes: tuple[tuple[str, ...], ...] = ((),)  # more of each node; only the first has an address
     environment: Mapping[str, str] = field(default_factory=dict)
     make: Callable[[Path], Any] = Trainer
     tp: int = 1
@@ -203,12 +203,26 @@ def tells_draft(replica: Replica, does: str) -> None:
     assert all(draft.endswith(f" {does}") for draft in drafts), drafts
 
 
+def drafts_as_the_model(replica: Replica) -> None:
+    """Assert that a draft that follows the chain of the model, as its own, drafts what it says."""
+    tells_draft(replica, "follows its own chain")
+    server: Any = replica.server
+    found = server.wait_for(lambda status: status["draft"]["version"] == status["version"])
+    assert not found["draft"]["trouble"], found
+    assert server.post("scrub").status_code == 200
+    assert server.drafted() > ALIKE
+
+
+def engines(size: int, local: int) -> tuple[str, ...]:
+    """Arguments of vLLM for some of all data-parallel engines."""
+    shared = ("--data-parallel-address", HOST, "--data-parallel-rpc-port", "PORT")
+    return *shared, "--data-parallel-size", str(size), "--data-parallel-size-local", str(local)
+
+
 def balanced(option: str, each: str, size: int, local: int, **more: Any) -> Mode:
     """Servers of vLLM with some engines each, which something else balances among."""
-    shared = ("--data-parallel-address", HOST, "--data-parallel-rpc-port", "PORT", option)
-    count = ("--data-parallel-size", str(size), "--data-parallel-size-local", str(local))
     first = tuple((each, str(number)) for number in range(0, size, local))
-    return Mode(arguments=(*shared, *count), each=first, last=local - 1, **more)
+    return Mode(arguments=(*engines(size, local), option), each=first, last=local - 1, **more)
 
 
 def speculating(**how: Any) -> tuple[str, ...]:
@@ -216,9 +230,11 @@ def speculating(**how: Any) -> tuple[str, ...]:
 
 
 TOGETHER: Final = {"DELTACHAIN_TOGETHER": "policy@2", "DELTACHAIN_PRESENCE_URL": "MEETING"}
+OWN_CHAIN: Final = {"DELTACHAIN_DRAFT_URL": "STORE"}
 HYBRID: Final = ("--data-parallel-hybrid-lb", "--data-parallel-start-rank")
 EXTERNAL: Final = ("--data-parallel-external-lb", "--data-parallel-rank")
 NODES: Final = ("--nnodes", "2", *ADDRESS, "PORT" if ENGINE == "vllm" else f"{HOST}:PORT")
+RANKS: Final = (("--node-rank", "0"), ("--node-rank", "1", *HEADLESS))
 MOE: Final = partial(Trainer, family="qwen3_moe", steps=4)
 LLAMA: Final = partial(Trainer, family="llama", steps=2)
 LORA: Final = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "policy=ADAPTER")
@@ -229,6 +245,9 @@ AMX: Final = (
 )
 EAGLE: Final = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1", *AMX)
 DRAFT: Final = ("--speculative-draft-model-path", "BASE")
+ALIKE: Final = 0.9
+"""Least share of drafted tokens that a model accepts of itself; rounding decides some."""
+
 SLOTS: Final = json.dumps({"physical_to_logical_map": [[2, 0, 3, 1, 1, 2], [3, 2, 1, 0, 0, 3]]})
 """Experts of the two layers of ``MOE`` in SGLang's slots, some of them twice."""
 BALANCE: Final = ("--eplb-rebalance-num-iterations", "50")  # steps between two moves
@@ -239,7 +258,7 @@ COMMON: Final = {
     "pipeline": Mode(last=1, **STAGES.get(ENGINE, {})),
     "pipeline, tensor parallel": Mode(tp=2, last=3, **STAGES.get(ENGINE, {})),
     "expert parallel": Mode(tp=2, make=MOE, **EXPERTS.get(ENGINE, {})),
-    "two nodes": Mode(tp=2, node=True, arguments=NODES),
+    "two nodes": Mode(tp=2, nodes=RANKS, arguments=NODES),
     "two servers, `DELTACHAIN_TOGETHER`": Mode(each=((), ()), environment=TOGETHER),
     "`in_place` caches": Mode(environment={"DELTACHAIN_PAUSE": STALE}),
 }
@@ -248,6 +267,11 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         **COMMON,
         "`--api-server-count 2`": Mode(dp=2, arguments=("--api-server-count", "2")),
         "data parallel, experts": Mode(dp=2, make=MOE),
+        "data parallel, two nodes": Mode(
+            nodes=((), ("--data-parallel-start-rank", "1", *HEADLESS)),
+            arguments=engines(2, 1),
+            last=1,
+        ),
         "hybrid, two engines each": balanced(*HYBRID, 4, 2),
         "hybrid, one engine each": balanced(*HYBRID, 2, 1, environment=TOGETHER),
         "external": balanced(*EXTERNAL, 2, 1),
@@ -263,6 +287,11 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "drafts: a model": Mode(
             arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
             act=partial(tells_draft, does="keeps its weights"),
+        ),
+        "drafts: a model, `DELTACHAIN_DRAFT_URL`": Mode(
+            arguments=speculating(method="draft_model", model="BASE", num_speculative_tokens=2),
+            environment=OWN_CHAIN,
+            act=drafts_as_the_model,
         ),
         "`--enable-eplb`": Mode(
             tp=2, make=MOE, arguments=("--enable-expert-parallel", "--enable-eplb")
@@ -294,12 +323,20 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE),
             act=partial(tells_draft, does="keeps its weights"),
         ),
+        "drafts: a model, `DELTACHAIN_DRAFT_URL`": Mode(
+            arguments=("--speculative-algorithm", "STANDALONE", *DRAFT, *EAGLE),
+            environment=OWN_CHAIN,
+            act=drafts_as_the_model,
+        ),
         "`--ep-num-redundant-experts`, `--init-expert-location`": Mode(
             make=MOE,
             arguments=("--ep-num-redundant-experts", "2", "--init-expert-location", SLOTS),
         ),
         "`--enable-eplb`": Mode(
-            tp=2, make=MOE, arguments=("--ep-size", "2", "--enable-eplb", *BALANCE)
+            tp=2,
+            make=MOE,
+            arguments=("--ep-size", "2", "--enable-eplb", *BALANCE),
+            first=OWN / "moving",
         ),
         "`in_place` caches": Mode(environment={"DELTACHAIN_PAUSE": STALE}, act=keyed),
         "`Engine` in process": Mode(program="tests.engines.sglang.in_process"),
@@ -318,13 +355,14 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
 class Trying:
     """A row while it is run; each method is one of its cells, and returns its text."""
 
-    def __init__(self, mode: Mode, trainer: Any, folder: Path) -> None:
+    def __init__(self, mode: Mode, trainer: Any, folder: Path, versions: int) -> None:
         self.mode, self.trainer, self.folder, self.tokens = mode, trainer, folder, 0
+        self.versions = versions
         self.said: dict[int, object] = {}
         self.kills = False
         if "ADAPTER" in str(mode.arguments):
             adapter(trainer.base, folder / "adapter")
-        values = {"PORT": str(free_port()), "BASE": str(trainer.base)}
+        values = {"PORT": str(free_port()), "BASE": str(trainer.base), "STORE": trainer.url}
         values |= {"ADAPTER": str(folder / "adapter"), "MEETING": (folder / "meeting").as_uri()}
 
         def given(text: str) -> str:
@@ -341,11 +379,10 @@ class Trying:
     def _made(self, number: int, each: tuple[str, ...]) -> Replica:
         mode, folder = self.mode, self.folder / str(number)
         order = folder / "strike"
-        node = ("--node-rank", "0") if mode.node else ()
         options: dict[str, Any] = {
             "tp": mode.tp,
             "dp": mode.dp,
-            "arguments": (*self.arguments, *each, *node),
+            "arguments": (*self.arguments, *each, *mode.nodes[0]),
             "environment": {"DELTACHAIN_POLL_S": "0.1", **self.environment},
             "plain": mode.plain,
             "strikes": order,
@@ -365,9 +402,10 @@ class Trying:
     def up(self, *, follow: bool) -> Iterator[None]:
         """Keep all servers up; each is started by the command and at the port as before."""
         with ExitStack() as stack:
-            if self.mode.node:
-                folder = self.folder / "0"
-                stack.enter_context(second_node(self.trainer, folder, self.arguments))
+            for more in self.mode.nodes[1:]:
+                arguments, tp = (*self.arguments, *more), self.mode.tp
+                node = second_node(self.trainer, self.folder / "0", arguments, tp)
+                stack.enter_context(node)
             for replica in self.replicas:
                 replica.server._environment["DELTACHAIN_FOLLOW"] = str(int(follow))
             with ThreadPoolExecutor() as pool:
@@ -399,17 +437,19 @@ class Trying:
 
     def follow(self) -> str:
         if self.mode.fresh:
-            for _ in range(VERSIONS):
+            for _ in range(self.versions):
                 self.is_at(self.trainer.step())
-            return f"{VERSIONS} versions"
+            return f"{self.versions} versions"
         trial = Trial(self.trainer, self.first.server, push=False)
         finish = {"length", "abort"} if self.mode.pause == "abort" else {"length"}
-        seen = checked(trial, VERSIONS, finish=finish, stale=self.mode.pause == STALE, streams=2)
+        seen = checked(
+            trial, self.versions, finish=finish, stale=self.mode.pause == STALE, streams=2
+        )
         every = [*seen.generated, *trial.fresh]
         self.tokens += sum(len(answer.tokens) for _, answer in every)
         self.is_at(self.trainer.head)
         self.mode.act(self.first)
-        return f"{VERSIONS} versions"
+        return f"{self.versions} versions"
 
     def rollback(self) -> str:
         back = self.trainer.head - 1
@@ -431,7 +471,7 @@ class Trying:
         while not self.last.is_struck():
             assert time.monotonic() < until, "the rank was not killed"
             time.sleep(0.01)
-        within_s = SILENT_S if self.mode.node else STOP_S
+        within_s = SILENT_S if self.mode.nodes[1:] else STOP_S
         with ThreadPoolExecutor(1) as pool:
             ready = pool.submit(self.last.ready_for, within_s)
             words = self.last.last_words([5, 6, 7], within_s)
@@ -456,9 +496,9 @@ class Trying:
         return "right"
 
 
-def cells(mode: Mode, folder: Path) -> Iterator[tuple[str, str]]:
+def cells(mode: Mode, folder: Path, versions: int) -> Iterator[tuple[str, str]]:
     with mode.make(folder) as trainer:
-        trying = Trying(mode, trainer, folder)
+        trying = Trying(mode, trainer, folder, versions)
         with trying.up(follow=True):
             yield "follow", trying.follow()
             yield "rollback", trying.rollback()
@@ -479,7 +519,7 @@ def cells(mode: Mode, folder: Path) -> Iterator[tuple[str, str]]:
 def words(folder: Path, error: BaseException) -> str:
     """What ended a row: our refusal, or the engine's last error, or what was found wrong."""
     logs = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("*/log")))
-    logs = re.sub(r".*( WARNING |died during initialization).*", "", logs)
+    logs = re.sub(r".*( WARNING |died during initialization|Pyspy failed).*", "", logs)
     ours = re.findall(r"this server exits: (.*)", logs)
     raised = re.findall(r"\(Worker\S* .*, in (\w+)\n.* raise .*\n.*\] (\w+Error.*)", logs)
     theirs = [f"{error} in {where}" for where, error in raised[:1]] or re.findall(
@@ -496,13 +536,13 @@ def is_wrong(row: Mapping[str, str]) -> bool:
     return row.get("said", "").startswith(("WRONG", "not run"))
 
 
-def run(name: str) -> dict[str, str]:
+def run(name: str, versions: int) -> dict[str, str]:
     folder = KEPT / re.sub(r"\W+", "-", name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     row, began = {"mode": name, "engine": version(ENGINE)}, time.monotonic()
     try:
-        for column, cell in cells(MODES[ENGINE][name], folder):
+        for column, cell in cells(MODES[ENGINE][name], folder, versions):
             row[column] = cell
             log(f"{name}: {column}: {cell}")
     except BaseException as exc:
@@ -533,6 +573,7 @@ def log(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", nargs="*")
+    parser.add_argument("--versions", type=int, default=VERSIONS)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)  # the engine needs the cores
@@ -543,7 +584,7 @@ def main() -> None:
     at = version(ENGINE)
     left = [name for name in MODES[ENGINE] if is_wrong(rows.get((name, at), {"said": "WRONG"}))]
     for name in left if given.rows is None else given.rows:
-        rows[name, at] = row = run(name)
+        rows[name, at] = row = run(name, given.versions)
         with kept.open("a") as file:
             file.write(json.dumps(row) + "\n")
     made = table([row for name in MODES[ENGINE] for row in rows.values() if row["mode"] == name])

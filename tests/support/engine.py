@@ -485,6 +485,7 @@ class FakeEngine:
             for number, model in enumerate(self.models)
         ]
         self.faults = Faults()
+        self.draft: FakeEngine | None = None
         self.software = "fake/1.0"
         self.events: list[str] = []
         self.paused = self.dead = False
@@ -492,6 +493,10 @@ class FakeEngine:
 
     def call(self, request: messages.RankRequest) -> Sequence[messages.RankReply]:
         name = messages.name_of(request)
+        if request.of_draft and self.draft is not None:
+            assert self.paused or not isinstance(request, messages.SwapRequest)
+            self.draft.paused = self.paused
+            return self.draft.call(request)
         if isinstance(request, messages.SwapRequest):
             assert self.paused, "weights are written while the engine runs"
             self.events.append("take back" if request.back else "write")

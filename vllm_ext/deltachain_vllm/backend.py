@@ -32,6 +32,7 @@ class UpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
     back: bool = False
     leader: str = ""
     sequence: int = 0
+    of_draft: bool = False
 
 
 class DeltaChainEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """All code that may differ between versions of vLLM."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
-from deltachain.replica.layout.heads import WithHeads
+from deltachain.replica.layout.heads import Apart, WithHeads
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
 from .table import BALANCED, TABLE
@@ -125,6 +126,28 @@ def has_heads(config: Any) -> bool:
         and not getattr(config.parallel_config, "enable_eplb", False)
         and find_spec(_SOME) is not None
     )
+
+
+def draft_model(runner: Any) -> nn.Module | None:
+    """Return the model that drafts in a worker, also one in captured graphs; ``None`` for none."""
+    if hasattr(runner, "get_draft_model"):
+        found = runner.get_draft_model()
+    else:  # vLLM 0.30 and earlier
+        found = getattr(getattr(runner, "drafter", None), "model", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def draft_of(draft: nn.Module, model: nn.Module) -> Apart:
+    """Return a draft that follows a chain of its own, without what it shares with the model."""
+    return Apart(draft, model, own_loader=own_loader)
+
+
+def draft_config(config: Any) -> Any:
+    """Return the configuration of an engine as that of its draft."""
+    found = copy.copy(config)
+    found.model_config = config.speculative_config.draft_model_config
+    found.speculative_config = None
+    return found
 
 
 def with_heads(model: Any, heads: Any) -> WithHeads:

@@ -62,7 +62,8 @@ class VllmEngine:
         """Send a request to every worker, a swap in vLLM's own update session if configured."""
         if self.asleep:
             raise ApplyError("the engine has released its weights", hint="POST /wake_up wakes it")
-        if isinstance(request, wire.SwapRequest) and self._in_session:
+        in_session = self._in_session and not request.of_draft
+        if isinstance(request, wire.SwapRequest) and in_session:
             texts = self._wait(self._swap(request))
         else:
             texts = self._wait(self._send(request))

@@ -9,11 +9,11 @@ import msgspec
 from torch import nn
 
 from deltachain.errors import UnsupportedEngineError
-from deltachain.replica.messages import StatusReply, encode_reply
-from deltachain.replica.rank import RankService, RankServices
-from deltachain.replica.settings import RankSettings
+from deltachain.replica.messages import StatusReply, call_id, encode_reply
+from deltachain.replica.rank import NO_DRAFT, RankService, RankServices
+from deltachain.replica.settings import RankSettings, draft_does
 
-from .compat import has_heads, rank_of
+from .compat import draft_config, draft_model, draft_of, has_heads, rank_of
 from .model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
@@ -31,6 +31,15 @@ def worker_service(
     return _SERVICES.of(model, wrap, number, RankSettings.of(os.environ))
 
 
+def _draft_service(draft: nn.Module, model: nn.Module, config: Any, rank: int) -> RankService:
+    """Return the RPC service of a worker's draft, which follows a chain of its own."""
+    number = rank_of(config.parallel_config, rank)
+    settings = RankSettings.of(os.environ, draft=True)
+    return _SERVICES.of(
+        draft, lambda: VllmModel(draft_of(draft, model), draft_config(config)), number, settings
+    )
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker, called by ``collective_rpc``; none of them raises.
 
@@ -41,25 +50,34 @@ class WorkerExtension:
         """Handle a request of the leader; see :mod:`deltachain.replica.messages`."""
         worker: Any = self
         runner = worker.model_runner
-        draft = getattr(getattr(runner, "drafter", None), "model", None)
-        draft = draft if isinstance(draft, nn.Module) else None
+        draft = draft_model(runner)
         balancer = getattr(runner, "eplb_state", None)
         service = worker_service(
             runner.get_model(), worker.vllm_config, worker.rank, draft, balancer
         )
-        reply = service.respond(request)
+        asked, follows_model = call_id(request), has_heads(worker.vllm_config)
+        if not asked.of_draft:
+            reply = service.respond(request)
+        elif draft is None or follows_model:
+            reply = service.refuse(asked, NO_DRAFT)
+        else:
+            model, config = runner.get_model(), worker.vllm_config
+            reply = _draft_service(draft, model, config, worker.rank).respond(request)
         if isinstance(reply, StatusReply):
             is_open = bool(getattr(self, "_weight_update_active", False))
             reply = msgspec.structs.replace(reply, in_update_session=is_open)
         if draft is not None:
-            does = "follows the chain" if has_heads(worker.vllm_config) else "keeps its weights"
+            does = draft_does(os.environ, has_heads=follows_model)
             reply = msgspec.structs.replace(reply, draft=f"{type(draft).__name__} {does}")
         return encode_reply(reply)
 
     def deltachain_settle(self) -> None:
         """Wait until no deltachain thread reads this rank's weights, before they are released."""
         worker: Any = self
-        _SERVICES.settle(worker.model_runner.get_model())
+        runner = worker.model_runner
+        for model in (runner.get_model(), draft_model(runner)):
+            if model is not None:
+                _SERVICES.settle(model)
 
 
 def check_extension(config: Any, option: str) -> None:

@@ -1,7 +1,7 @@
-"""Heads for later tokens that an engine drafts with, which the checkpoint of the model has."""
+"""Drafts: heads for later tokens in the model's checkpoint, and models with their own chain."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,18 +10,60 @@ from torch import Tensor, nn
 from .module_members import dressed
 
 
-class WithHeads(nn.Module):
-    """A model and its heads as one model, in which the heads are ``draft``.
+class Apart(nn.Module):
+    """A draft without the parameters of the model that it computes with, such as its embedding.
 
-    Heads compute with parameters of the model, such as its embedding, which alone loads these: a
-    checkpoint's copies for the heads are unused.
+    The model alone loads these: a checkpoint's copies for the draft are unused.
+
+    Args:
+        draft: The draft.
+        model: The model.
+        like: The same of another model, whose draft shares the same parameters; else this one.
+        own_loader: Gives a parameter back the loader that the engine replaced.
+    """
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        model: nn.Module,
+        like: "Apart | None" = None,
+        *,
+        own_loader: Callable[[Any], object] = id,
+    ) -> None:
+        super().__init__()
+        vars(self).update(vars(draft))
+        self._load: Any = draft.load_weights
+        self._own_loader = own_loader
+        own = {id(one) for one in model.parameters()}
+        mine = draft.named_parameters(remove_duplicate=False)
+        shared = [name for name, one in mine if id(one) in own]
+        self._shared: list[str] = like._shared if like else shared
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors, while what is shared is hidden; loads into it are dropped."""
+        places = [name.rpartition(".") for name in self._shared]
+        modules: list[tuple[Any, str]] = [(self.get_submodule(p), name) for p, _, name in places]
+        held = [(module._parameters, name) for module, name in modules]
+        kept = [parameters[name] for parameters, name in held]
+        try:
+            for (parameters, name), one in zip(held, kept, strict=True):
+                parameters[name] = dressed(torch.empty_like(one.data, device="meta"), one)
+                self._own_loader(parameters[name])
+            self._load(tensors)
+        finally:
+            for (parameters, name), one in zip(held, kept, strict=True):
+                parameters[name] = one
+
+
+class WithHeads(nn.Module):
+    """A model and its heads for later tokens as one model, in which the heads are ``draft``.
 
     Args:
         model: The model.
         heads: Its heads.
-        like: The same of another model, whose heads share the same parameters; else this one.
+        like: The same of another model, as for :class:`Apart`.
         partly: Makes a context in which heads may load some of their tensors without the others.
-        own_loader: Gives a parameter back the loader that the engine replaced.
+        own_loader: As for :class:`Apart`.
     """
 
     def __init__(
@@ -35,32 +77,14 @@ class WithHeads(nn.Module):
     ) -> None:
         super().__init__()
         vars(self).update(vars(model), _modules={**model._modules, "draft": heads})
-        self._loads: Any = (model.load_weights, heads.load_weights)
-        self._partly, self._own_loader = partly, own_loader
-        own = {id(one) for one in model.parameters()}
-        theirs = heads.named_parameters(remove_duplicate=False)
-        shared = [name for name, one in theirs if id(one) in own]
-        self._shared: list[str] = like._shared if like else shared
+        self._heads: tuple[Apart] = (  # in a tuple: it is no module of this one
+            Apart(heads, model, like._heads[0] if like else None, own_loader=own_loader),
+        )
+        self._of_model: Any = model.load_weights
+        self._partly = partly
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        of_model, of_heads = self._loads
         given = list(tensors)  # each loader takes all, and knows its own by their names
-        of_model(iter(given))
-        with self._apart(), self._partly():
-            of_heads(iter(given))
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Hide from the heads what they share with the model; loads into it are dropped."""
-        heads: Any = self.get_submodule("draft")
-        places = [name.rpartition(".") for name in self._shared]
-        held = [(heads.get_submodule(path)._parameters, name) for path, _, name in places]
-        kept = [parameters[name] for parameters, name in held]
-        try:
-            for (parameters, name), one in zip(held, kept, strict=True):
-                parameters[name] = dressed(torch.empty_like(one.data, device="meta"), one)
-                self._own_loader(parameters[name])
-            yield
-        finally:
-            for (parameters, name), one in zip(held, kept, strict=True):
-                parameters[name] = one
+        self._of_model(iter(given))
+        with self._partly():
+            self._heads[0].load_weights(iter(given))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from deltachain.chain.fetch import Fetched
+from deltachain.codec.decode import Range
 from deltachain.delta import Piece, pieces
 from deltachain.errors import PartialApplyError, PoisonedError
 from deltachain.format.documents import Struct
@@ -60,7 +61,11 @@ class Target(Protocol):
 
     Call ``bind`` first. ``stage`` only reads, and may run while the model is in use; ``swap`` is
     the only method that writes, and requires that no one else writes meanwhile.
+
+    ``wanted`` has the range of flat indices of each tensor that ``stage`` reads; empty for all.
     """
+
+    wanted: Mapping[str, Range] = {}
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Match the chain's tensors to the target's.

@@ -1,15 +1,17 @@
 """A stock SGLang server on the CPU; see :class:`tests.engines.serving.Server`."""
 
 import os
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import httpx
 from torch import Tensor
 
-from tests.engines.serving import HOST, MODEL, Generated, Options, Server, alike, lines
+from tests.engines.serving import HOST, MODEL, Generated, Options, Server, alike, lines, prompt
 
 
 class SglangServer(Server):
@@ -66,6 +68,13 @@ class SglangServer(Server):
 
     def digest(self, tensor: Tensor) -> str:
         return digest(tensor)
+
+    def drafted(self) -> float:
+        """Return the share of drafted tokens that are accepted in some answers."""
+        dice = random.Random(3)
+        bodies = [_body(prompt(dice), 24) for _ in range(8)]
+        found = [self.client.post("/generate", json=body).json()["meta_info"] for body in bodies]
+        return float(mean(one["spec_accept_rate"] for one in found))
 
     def named(self) -> str:
         return str(self.client.get("/model_info").json()["weight_version"])

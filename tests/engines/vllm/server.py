@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tests.engines.serving import HOST, MODEL, Generated, Options, Server, alike, lines
+from tests.engines.serving import HOST, MODEL, Generated, Options, Server, alike, answers, lines
 
 EXTENSIONS: Final[Mapping[str, str]] = {
     "stock": "deltachain_vllm.WorkerExtension",
@@ -100,6 +100,19 @@ class VllmServer(Server):
 
     def digest(self, tensor: Tensor) -> str:
         return digest(tensor)
+
+    def drafted(self) -> float:
+        """Return the share of drafted tokens that are accepted in some answers."""
+        before = self._counted()
+        answers(self, 8)
+        made, accepted = (new - old for new, old in zip(self._counted(), before, strict=True))
+        return accepted / made
+
+    def _counted(self) -> list[float]:
+        text = self.client.get("/metrics").text
+        names = ("draft", "accepted")
+        found = [re.findall(rf"num_{one}_tokens_total\{{.* (\S+)", text) for one in names]
+        return [sum(map(float, each)) for each in found]
 
     def named(self) -> str:
         return str(self.client.get("/weight_info").json()["weight_version"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from torch import nn
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -17,7 +19,7 @@ from deltachain.control.server import Control
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
-from deltachain_vllm.compat import has_heads, pause
+from deltachain_vllm.compat import draft_model, has_heads, pause
 from deltachain_vllm.routes import EndpointPlugin
 from tests.engines.families import make
 from tests.engines.serving import run_program, said_by
@@ -105,6 +107,16 @@ def test_heads_of_the_models_checkpoint_follow_unless_their_experts_move(
     assert has_heads(config) is follow
     config.speculative_config = None
     assert not has_heads(config)
+
+
+@pytest.mark.parametrize("runner", ["gpu.model_runner", "gpu_model_runner"])
+def test_both_model_runners_tell_their_draft(runner: str) -> None:
+    module = import_module(f"vllm.v1.worker.{runner}")
+    assert callable(module.GPUModelRunner.get_draft_model)
+    draft = nn.Linear(1, 1)
+    assert draft_model(SimpleNamespace(get_draft_model=lambda: draft)) is draft
+    assert draft_model(SimpleNamespace(drafter=SimpleNamespace(model=draft))) is draft
+    assert draft_model(SimpleNamespace(drafter=object())) is None
 
 
 pytestmark = pytest.mark.engine

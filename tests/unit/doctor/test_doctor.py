@@ -399,6 +399,14 @@ def test_credentials_of_s3_are_checked(seaweed: Seaweed, monkeypatch: pytest.Mon
     assert "absent-bucket" in found.said
 
 
+def test_the_chain_of_a_draft_is_examined_too(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTACHAIN_DRAFT_URL", str(chain))
+    assert ["answers in" in found.said for found in examined(chain)].count(True) == 2
+    monkeypatch.setenv("DELTACHAIN_DRAFT_URL", "nowhere://run")
+    (wrong,) = faults(chain)
+    assert (wrong.check, "nowhere" in wrong.said) == ("store", True)
+
+
 def test_a_place_for_presences_is_tried(
     chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

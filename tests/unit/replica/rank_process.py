@@ -69,14 +69,14 @@ def serve(
     service = RankService(lambda: model, number, RankSettings(spool=spool))
     fetched = 0
 
-    def faulty(*arguments: Any) -> Any:
+    def faulty(*arguments: Any, **how: Any) -> Any:
         nonlocal fetched
         fetched += 1
         if fetched == 2 and fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fetched >= 2 and fault == "fail":
             raise StoreUnavailableError("the bucket is out of reach")
-        return fetch_part(*arguments)
+        return fetch_part(*arguments, **how)
 
     vars(fetcher)["fetch_part"] = faulty
     while True:

@@ -13,7 +13,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.swap import ReplicaTarget
-from deltachain.store import MemoryStore
+from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Full, Sharding, full_of, save, trained
 from tests.support.faults import FaultyStore
@@ -37,10 +37,12 @@ EVERY_SHAPE = [
 class Followed:
     """A model that is trained, and an engine whose ranks hold version 0 of it."""
 
-    def __init__(self, shape: Sharding, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, shape: Sharding, folder: Path, *, store: Store | None = None, **settings: Any
+    ) -> None:
         self.shape, self.folder = shape, folder
         self.model = trained(shape)
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         config = PublishConfig(url=self.store.url, anchor_factor=1e6)
         self.publisher = Publisher(config, store=self.store).attach(self.model)
         self.truth: list[Full] = [full_of(self.model)]

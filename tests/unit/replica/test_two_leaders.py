@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltachain.chain import fetch
 from deltachain.codec import Part
 from deltachain.errors import (
     ApplyError,
@@ -270,31 +271,60 @@ def test_a_rank_that_cannot_open_the_store_says_so(followed: Build, tmp_path: Pa
     assert here.engine.bits() == before
 
 
-def test_a_host_reads_its_own_objects_and_the_directories_of_others(
+def test_each_host_reads_its_own_objects_and_the_directories_of_others(
     followed: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "PublishConfig", partial(PublishConfig, part_nbytes=1 << 12))
-    monkeypatch.setattr(fetcher, "FRONT", 1 << 11)
+    monkeypatch.setattr(fetch, "FRONT", 1 << 11)
     here = followed(Sharding(pp=2, layers=8, untied=True))
     keep_spools_of_rank_1_in(here, tmp_path / "elsewhere")
-    fronts: Counter[str] = Counter()
-
-    def counted(key: str, start: int, length: int) -> bytes:
-        fronts[key] += length
-        return here.store.get_range(key, start, length)
-
-    store = FaultyStore(here.store)
-    monkeypatch.setattr(store, "get_range", counted)
-    monkeypatch.setattr(fetcher, "open_store", lambda _: store)
+    second = FaultyStore(here.store)
+    monkeypatch.setattr(fetcher, "open_store", lambda _: second)
+    fronts = [counted(monkeypatch, store) for store in (here.faulty, second)]
     here.subscriber._poison()
     assert present(here.subscriber.update()).plan.startswith("nothing")
     assert here.holds(0)
-    own = ("embed", "head", "norm", *(f"layers.{layer}." for layer in range(4, 8)))
-    refs = {ref.key: ref for ref in here.subscriber.chain.read(0).manifest.edge.parts}
-    parts = {key: Part.from_bytes(here.store.get(key)) for key in refs}
-    mine = {key for key, part in parts.items() if any(row.startswith(own) for row in part.rows)}
-    assert set(store.keys_read) == mine < refs.keys()
-    assert all(part.front_nbytes <= fronts[key] <= 1 << 11 for key, part in parts.items())
+    found = {ref.key: ref.nbytes for ref in here.subscriber.chain.read(0).manifest.edge.parts}
+    large = [key for key, nbytes in found.items() if nbytes > 1 << 11]  # others are fetched whole
+    parts = {key: Part.from_bytes(here.store.get(key)) for key in large}
+    whole = (here.faulty.keys_read, second.keys_read)
+    for rank, (own, keys, front) in enumerate(zip(OF_STAGES, whole, fronts, strict=True)):
+        layers = tuple(f"layers.{4 * rank + layer}." for layer in range(4))
+        mine = {
+            key for key, part in parts.items() if any(r.startswith(own + layers) for r in part.rows)
+        }
+        assert parts.keys() & keys == mine < parts.keys()
+        assert all(part.front_nbytes <= front[key] <= 1 << 11 for key, part in parts.items())
+
+
+def test_a_leader_on_a_host_without_ranks_reads_directories_alone(
+    followed: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    for service in here.engine.services:
+        service._settings = RankSettings(spool=tmp_path / "elsewhere")
+    monkeypatch.setattr(fetcher, "open_store", lambda _: FaultyStore(here.store))
+    monkeypatch.setattr(fetch, "FRONT", 1 << 11)
+    counted(monkeypatch, here.faulty)
+    here.subscriber._poison()
+    here.subscriber.update()
+    assert here.holds(0)
+    assert not [key for key in here.faulty.keys_read if key.startswith(("anchors/", "deltas/"))]
+
+
+OF_STAGES = ("embed",), ("embed", "head", "norm")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Counter[str]:
+    """Count the bytes of ranges that are read of each object."""
+    found: Counter[str] = Counter()
+
+    def read(key: str, start: int, length: int) -> bytes:
+        found[key] += length
+        return store.inner.get_range(key, start, length)  # ``keys_read`` has whole reads alone
+
+    monkeypatch.setattr(store, "get_range", read)
+    return found
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
