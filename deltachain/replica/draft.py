@@ -20,7 +20,7 @@ from deltachain.subscribe.subscriber import Subscriber
 from deltachain.types import Version
 
 from .settings import ReplicaSettings
-from .swap import PauseHolds, ReplicaTarget
+from .target import PauseHolds, ReplicaTarget
 
 logger = logging.getLogger(__name__)
 

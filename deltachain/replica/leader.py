@@ -32,7 +32,7 @@ from .draft import Draft
 from .engine import Engine, age
 from .messages import status_row
 from .settings import ReplicaSettings
-from .swap import ReplicaTarget
+from .target import ReplicaTarget
 
 EVERY_S: Final = 5.0
 """Seconds between two questions, which every rank answers between two steps of the engine."""

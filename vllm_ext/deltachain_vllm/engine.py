@@ -14,7 +14,7 @@ from deltachain.replica import messages as wire
 from deltachain.replica.engine import age, pause_mode, run_on
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.swap import ReplicaTarget
+from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE

@@ -47,7 +47,7 @@ def measure_updates(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
 
     from deltachain.replica.rank import RankService
     from deltachain.replica.settings import RankSettings
-    from deltachain.replica.swap import ReplicaTarget
+    from deltachain.replica.target import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
     from tests.engines.bench.applying import Live, follow
     from tests.engines.sglang.fresh import known, load_in_context

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, DeltaChainError
-from deltachain.replica.swap import ReplicaTarget
+from deltachain.replica.target import ReplicaTarget
 
 PROMPTS: Final = 6
 LENGTH: Final = 12

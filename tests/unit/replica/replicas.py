@@ -12,7 +12,7 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.swap import ReplicaTarget
+from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Full, Sharding, full_of, save, trained

@@ -15,7 +15,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
 from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
 from deltachain.replica.moved_tensors import LiveRecord
-from deltachain.replica.swap import ReplicaTarget
+from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Sharding

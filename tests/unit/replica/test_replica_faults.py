@@ -18,7 +18,7 @@ import deltachain
 from deltachain import errors
 from deltachain.chain.chain import Chain
 from deltachain.replica import leader as engine_watch
-from deltachain.replica import swap as client
+from deltachain.replica import target as client
 from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.messages import (
     PendingReply,
@@ -28,7 +28,7 @@ from deltachain.replica.messages import (
     StartedReply,
     SwapReply,
 )
-from deltachain.replica.swap import PauseHolds, PreparedSwap
+from deltachain.replica.target import PauseHolds, PreparedSwap
 from deltachain.status import Status
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding

@@ -63,7 +63,7 @@ from deltachain.replica.messages import (
 from deltachain.replica.rank import REMEMBERED, Handler, RankService, RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import SpooledObject, SpoolIndex
-from deltachain.replica.swap import error_of, raise_refusal
+from deltachain.replica.target import error_of, raise_refusal
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 from tests.support.engine import FakeModel, Sharding, save, trained

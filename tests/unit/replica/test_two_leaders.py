@@ -31,7 +31,7 @@ from deltachain.replica.fetcher import folder_id, hosts_of, sees_probe, shown
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.spool import PROBE, Spool
-from deltachain.replica.swap import PreparedSwap, ReplicaTarget
+from deltachain.replica.target import PreparedSwap, ReplicaTarget
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber, history
 from deltachain.types import StateDigest
