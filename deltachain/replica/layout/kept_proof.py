@@ -97,32 +97,32 @@ class Proof(Struct, frozen=True, kw_only=True):
     loaded: str = ""  # digest of what the engine held once its loads were proven
 
 
-class Found(NamedTuple):
+class FoundLayout(NamedTuple):
     layout: Layout
     proof: Proof | None = None
     is_kept: bool = False
 
 
-def find_layout(model: EngineModel, source: LoadedCheckpoint, folder: Path | None) -> Found:
+def find_layout(model: EngineModel, source: LoadedCheckpoint, folder: Path | None) -> FoundLayout:
     """Return the layout of a rank that holds the checkpoint it loaded, and whether it is kept.
 
     It is a kept one of ``folder``, proven again, or discovered, and then kept there.
     """
     seen = recorded(model, source)
     if folder is None:
-        return Found(discover(model, source, seen=seen))
+        return FoundLayout(discover(model, source, seen=seen))
     fingerprint = fingerprint_of(model, source, seen)
     proof = read(folder, fingerprint)
     layout = None if proof is None else _proven_again(proof, model, source, seen)
     if layout is not None:
         logger.info("proved the layout of %d tensors again, which was kept", len(layout.classes))
-        return Found(layout, proof, is_kept=True)
+        return FoundLayout(layout, proof, is_kept=True)
     layout = discover(model, source, seen=seen)
     if "refused" in layout.classes.values():
-        return Found(layout)
+        return FoundLayout(layout)
     proof = proof_of(layout, fingerprint, seen)
     keep(folder, proof)
-    return Found(layout, proof)
+    return FoundLayout(layout, proof)
 
 
 def loaded_digest(state: ModelState, layers: frozenset[str], copies: Mapping[str, Bits]) -> str:
