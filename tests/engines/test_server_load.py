@@ -79,7 +79,7 @@ class Trial:
         return replace(answer, spans=((0, len(answer.tokens), str(self.applied)),))
 
     def receipts(self) -> list[int]:
-        found = re.findall(r"\] deltachain: version (\d+) \(from \S+\) nnz", self.server.log())
+        found = re.findall(r"\] deltachain: version (\d+) \(from \S+\).* nnz", self.server.log())
         return [int(version) for version in found]
 
     def wrong(self, answer: Generated, version: int | None = None) -> int:
