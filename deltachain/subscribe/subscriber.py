@@ -658,7 +658,7 @@ class Subscriber(Closeable):
     def status(self) -> Status:
         """Return the held version, its lag and its health as of the last look, for probes.
 
-        Makes no request, and raises nothing: before the chain exists it holds no version.
+        Makes no request, and raises nothing: before :meth:`open` it holds no version.
         """
         waits = NOTHING_HELD if self.held is None else ""
         return judged(known_status(self), HealthLimits(silence_s=None), waits)

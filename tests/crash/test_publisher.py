@@ -55,6 +55,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
 def prove(url: str, kind: str, folder: Path, *, holds: int | None, truth: list[State]) -> None:
     replica = replica_of(TinyModel(), kind, folder)
     subscriber = Subscriber(url, replica.target)
+    subscriber.open()
     assert subscriber.status().version == holds
     assert subscriber.scrub() == (holds is not None)
     if holds is not None:
