@@ -176,7 +176,10 @@ class Leader:
         Returns the staged version, by default the head; ``None`` if there is nothing to do.
         """
         try:
-            staged = self.staged = self.subscriber.stage(version)
+            try:
+                staged = self.staged = self.subscriber.stage(version)
+            except errors.ExpertsMovedError:  # they need other parts of the objects
+                staged = self.staged = self.subscriber.stage(version)
         except errors.DeltaChainError as exc:
             self._failed(exc, version)  # staging may find that the held version is not provable
             raise
