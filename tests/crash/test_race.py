@@ -111,9 +111,14 @@ def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: st
 
 @pytest.mark.parametrize("number", range(5))
 def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: int) -> None:
+    both = Barrier(2, timeout=60)
+
     def run(seed: int) -> Trainer | None:
         with suppress(PublisherFencedError, ForkedChainError):
-            trainer = Trainer(writing(url), seed)
+            try:
+                trainer = Trainer(writing(url), seed)
+            finally:
+                both.wait()  # one that ended before the other began would be left too
             for step in range(4):
                 trainer.publish(10 * number + step)
             return trainer
