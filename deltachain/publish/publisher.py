@@ -509,7 +509,9 @@ class Publisher(Closeable):
         try:
             diff = session.diff_(topic)
         except Exception as error:
-            self._is_torn = isinstance(error, MemoryError)  # of others, all changes were put back
+            # Of refusals all changes were put back; handlers of signals raise anything.
+            refused = isinstance(error, errors.DeltaChainError)
+            self._is_torn = isinstance(error, MemoryError) or (self.is_alone and not refused)
             if self._ranks.count == 1 or not isinstance(error, FAILURES):
                 raise
             failure = error

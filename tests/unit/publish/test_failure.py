@@ -341,14 +341,13 @@ def test_the_next_version_covers_those_that_failed(
     one.assert_head_is(1)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(host, "diff_"), (Pool, "submit"), (Future, "exception")]
-)
+@pytest.mark.parametrize("by", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("of", [(host, "diff_"), (Pool, "submit"), (Future, "exception")])
 def test_what_an_interrupted_call_took_is_in_the_next_version(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, of: tuple[Any, str], by: type[BaseException]
 ) -> None:
-    """Ctrl-C in a notebook while weights are compared, a version begins, or one is waited for."""
-    one = begin(on_error="warn")
+    """Ctrl-C, or a handler of SIGALRM, in a comparison, a begin or a wait."""
+    one, (owner, name) = begin(on_error="warn"), of
     if owner is Future:
         one.faulty.add(Fault("fail", "deltas/"))
     called = getattr(owner, name)
@@ -357,10 +356,10 @@ def test_what_an_interrupted_call_took_is_in_the_next_version(
         def interrupted(*given: object) -> None:
             patched.undo()
             called(*given)
-            raise KeyboardInterrupt
+            raise by
 
         patched.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(by):
             one.publish(1)
     train_(one.model, 2)
     receipt = one.publisher.publish(step=2).result(60)
