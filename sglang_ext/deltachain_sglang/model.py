@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.replica.layout.heads import Apart, WithHeads
+from deltachain.replica.layout.heads import DraftOnly, WithHeads
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.model_state import fixed_rows, is_plain, layer_of, processed
@@ -335,8 +335,8 @@ class SglangModel:
             raw = loading.raw(self._config)
             if isinstance(self.model, WithHeads):
                 raw = WithHeads(raw, loading.raw(self._heads.model_config), self.model)
-            elif isinstance(self.model, Apart):
-                raw = Apart(raw, self.model, self.model)
+            elif isinstance(self.model, DraftOnly):
+                raw = DraftOnly(raw, self.model, self.model)
         except Exception as exc:  # noqa: BLE001 - any model of SGLang may need memory in construction
             logger.info("SGLang makes no %s without memory: %s", type(self.model).__name__, exc)
             return None

@@ -18,7 +18,7 @@ from torch import nn
 from deltachain.errors import ApplyError, PartialApplyError
 from deltachain.format.documents import Struct
 from deltachain.replica import messages as wire
-from deltachain.replica.layout.heads import Apart
+from deltachain.replica.layout.heads import DraftOnly
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import NO_DRAFT, RankService, RankServices
 from deltachain.replica.settings import RankSettings
@@ -163,10 +163,8 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
     """
     if not compat.has_weights(manager):
         return SchedulerReply(status="asleep")
-    service, asked = (
-        _service(manager.tp_worker.model_runner, manager),
-        decode_scheduler_request(text),
-    )
+    service = _service(manager.tp_worker.model_runner, manager)
+    asked = decode_scheduler_request(text)
     if asked is None:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
@@ -201,7 +199,7 @@ def _service(runner: Any, manager: Any, *, drafts_for: nn.Module | None = None) 
 
     def wrap() -> SglangModel:
         if drafts_for is not None:
-            return SglangModel(Apart(runner.model, drafts_for), config, device)
+            return SglangModel(DraftOnly(runner.model, drafts_for), config, device)
         return SglangModel(runner.model, config, device, compat.heads(manager))
 
     settings = RankSettings.of(os.environ, draft=drafts_for is not None)

@@ -204,7 +204,7 @@ def tells_draft(replica: Replica, does: str) -> None:
 
 
 def drafts_as_the_model(replica: Replica) -> None:
-    """Assert that a draft that follows the chain of the model, as its own, drafts what it says."""
+    """Assert that a draft on the chain of the model drafts its tokens."""
     tells_draft(replica, "follows its own chain")
     server: Any = replica.server
     found = server.wait_for(lambda status: status["draft"]["version"] == status["version"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
-from deltachain.replica.layout.heads import Apart, WithHeads
+from deltachain.replica.layout.heads import DraftOnly, WithHeads
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
 from .table import BALANCED, TABLE
@@ -137,9 +137,9 @@ def draft_model(runner: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def draft_of(draft: nn.Module, model: nn.Module) -> Apart:
+def draft_of(draft: nn.Module, model: nn.Module) -> DraftOnly:
     """Return a draft that follows a chain of its own, without what it shares with the model."""
-    return Apart(draft, model, own_loader=own_loader)
+    return DraftOnly(draft, model, own_loader=own_loader)
 
 
 def draft_config(config: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .module_members import dressed
 
 
-class Apart(nn.Module):
+class DraftOnly(nn.Module):
     """A draft without the parameters of the model that it computes with, such as its embedding.
 
     The model alone loads these: a checkpoint's copies for the draft are unused.
@@ -26,7 +26,7 @@ class Apart(nn.Module):
         self,
         draft: nn.Module,
         model: nn.Module,
-        like: "Apart | None" = None,
+        like: "DraftOnly | None" = None,
         *,
         own_loader: Callable[[Any], object] = id,
     ) -> None:
@@ -61,9 +61,9 @@ class WithHeads(nn.Module):
     Args:
         model: The model.
         heads: Its heads.
-        like: The same of another model, as for :class:`Apart`.
+        like: The same of another model, as for :class:`DraftOnly`.
         partly: Makes a context in which heads may load some of their tensors without the others.
-        own_loader: As for :class:`Apart`.
+        own_loader: As for :class:`DraftOnly`.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class WithHeads(nn.Module):
     ) -> None:
         super().__init__()
         vars(self).update(vars(model), _modules={**model._modules, "draft": heads})
-        self._heads: tuple[Apart] = (  # in a tuple: it is no module of this one
-            Apart(heads, model, like._heads[0] if like else None, own_loader=own_loader),
+        self._heads: tuple[DraftOnly] = (  # in a tuple: it is no module of this one
+            DraftOnly(heads, model, like._heads[0] if like else None, own_loader=own_loader),
         )
         self._of_model: Any = model.load_weights
         self._partly = partly

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain import errors
-from deltachain.replica.layout.heads import Apart
+from deltachain.replica.layout.heads import DraftOnly
 from deltachain.replica.leader import Leader
 from deltachain.replica.rank import NO_DRAFT
 from deltachain.store import open_store
@@ -129,8 +129,9 @@ def test_a_draft_loads_nothing_into_what_it_shares_with_the_model() -> None:
     model = Part(nn.Embedding(2, 2))
     draft = Part(model.embed)
     before, ones = model.embed.weight.detach().clone(), torch.ones(2, 2)
-    for apart in (Apart(draft, model), Apart(draft, nn.Linear(1, 1), Apart(draft, model))):
-        apart.load_weights([("embed.weight", ones), ("out.weight", ones)])
+    own = DraftOnly(draft, model)
+    for one in (own, DraftOnly(draft, nn.Linear(1, 1), own)):
+        one.load_weights([("embed.weight", ones), ("out.weight", ones)])
         assert model.embed.weight is draft.embed.weight
         assert torch.equal(model.embed.weight, before)
         assert torch.equal(draft.out.weight, ones)
