@@ -19,8 +19,9 @@ from deltachain.subscribe.receipt import Staged
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.types import Version
 
+from .pause import PauseHolds
 from .settings import ReplicaSettings
-from .target import PauseHolds, ReplicaTarget
+from .target import ReplicaTarget
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from deltachain.replica.messages import (
     StartedReply,
     SwapReply,
 )
-from deltachain.replica.target import PauseHolds, PreparedSwap
+from deltachain.replica.pause import PauseHolds
+from deltachain.replica.target import PreparedSwap
 from deltachain.status import Status
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding
