@@ -74,9 +74,9 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
         """Commit a version whose step is ``global_steps``; called on every rank.
 
         Raises:
-            DeltaChainError: Publishing failed; the next call covers it.
+            DeltaChainError: Publishing failed; the next call covers it. An adapter is refused.
         """
-        on_host = ((name, tensor.detach().cpu()) for name, tensor in weights)
+        on_host = ((name, _on_host(name, tensor)) for name, tensor in weights)
         if not self._is_master:
             for _ in on_host:  # a gather needs all ranks
                 pass
@@ -125,6 +125,13 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
         for spec in Chain.open(self._store).table.specs():
             self._weights[spec.name] = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         return Subscriber(SubscribeConfig(url=self.config.url), self._weights, store=self._store)
+
+
+def _on_host(name: str, tensor: Tensor) -> Tensor:
+    if ".base_layer." in name:
+        hint = "set actor_rollout_ref.model.lora.merge=True"
+        raise errors.UnsupportedModelError(f"verl sends {name!r} without its adapter", hint=hint)
+    return tensor.detach().cpu()
 
 
 class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
