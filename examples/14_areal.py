@@ -11,7 +11,7 @@ Needs ``pip install 'deltachain[torch]' areal vllm``, and a server, which follow
 ``MODEL`` is the name on the Hub or the folder that the server serves. A CPU runs AReaL's actor on
 ranks that talk by gloo, and its client of servers. There it ends: AReaL's launchers hand out cards.
 With cards, a script that they run on each rank has the line of ``publishing`` before its
-``PPOTrainer``, with ``actor.weight_update_mode=disk``.
+``PPOTrainer``, in any ``weight_update_mode``.
 
 Prints a line a step, once the server holds its version.
 """
@@ -46,7 +46,7 @@ def actor() -> areal.engine.FSDPPPOActor:
     areal.engine.FSDPPPOActor = publishing(areal.engine.FSDPPPOActor, URL)
     optimizer = OptimizerConfig(type="adam", lr=RATE, lr_scheduler_type="constant")
     given = {"path": MODEL, "optimizer": optimizer, "attn_impl": "sdpa", **NAMES}
-    config = PPOActorConfig(backend=f"fsdp:d{RANKS}", weight_update_mode="disk", **given)
+    config = PPOActorConfig(backend=f"fsdp:d{RANKS}", **given)
     made = areal.engine.FSDPPPOActor(config)
     made.create_process_group(ParallelStrategy(data_parallel_size=RANKS))
     made.initialize(None, FinetuneSpec(1, dataset_size=STEPS, train_batch_size=1))
@@ -69,7 +69,7 @@ def main() -> None:
     policy = actor()
     rollout = areal.engine.RemotevLLMEngine(InferenceEngineConfig(backend="vllm:d1", **NAMES))
     rollout.initialize(train_data_parallel_size=RANKS)
-    meta = WeightUpdateMeta(type="disk", path="unused")
+    meta = WeightUpdateMeta(type="xccl")  # AReaL's default, of which no group is made
     policy.connect_engine(rollout, meta)
     for step in range(1, STEPS + 1):
         prompt = [5 + RANK, 5 + step]

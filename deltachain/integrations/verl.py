@@ -115,11 +115,9 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
             except errors.DeltaChainError as exc:  # no version yet, or a store that fails for now
                 trouble = exc
             time.sleep(POLL_S)
-        raise errors.ChainError(
-            f"{self.config.url} got no version of step {step} after version {self._after} in "
-            f"{self._deadline_s:g} s",
-            hint="see the log of the actor's rank 0, which publishes it",
-        ) from trouble
+        wanted = f"version of step {step} after version {self._after} in {self._deadline_s:g} s"
+        hint = "see the log of the actor's rank 0, which publishes it"
+        raise errors.ChainError(f"{self.config.url} got no {wanted}", hint=hint) from trouble
 
     def _subscribe(self) -> Subscriber:
         for spec in Chain.open(self._store).table.specs():
@@ -149,13 +147,11 @@ class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
             ControlPlaneError: An engine does not hold the version in time; a later step covers it.
             DeltaChainError: Publishing failed.
         """
-        step = {"global_steps": global_steps}
-        sent = await asyncio.gather(*self.actor_wg.update_weights(**step, mode=self.backend))
-        metrics: dict[str, float] = next(filter(None, sent))
-        version, given = int(metrics["deltachain/version"]), self.config.engine_kwargs[BACKEND]
+        sending = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+        metrics: dict[str, float] = next(filter(None, await asyncio.gather(*sending)))
         servers = [replica.server_address for replica in self.replicas]
-        wait_s = given.get("deadline_s", DEADLINE_S)
-        await asyncio.to_thread(tell, servers, version, deadline=wait_s)
+        wait_s = self.config.engine_kwargs[BACKEND].get("deadline_s", DEADLINE_S)
+        await asyncio.to_thread(tell, servers, int(metrics["deltachain/version"]), deadline=wait_s)
         labels = (one.server_handle.set_global_steps for one in self.replicas)
         await asyncio.gather(*(label.remote(global_steps) for label in labels))
         return metrics

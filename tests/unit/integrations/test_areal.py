@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ class TrainEngine:  # of areal 1.0.4
     def __init__(self) -> None:
         self.model, self.config = nn.Linear(3, 2), SimpleNamespace(dtype="bfloat16")
         self.own: list[Any] = []
+
+    def connect_engine(self, engine: Any, meta: Any) -> None:
+        self.own.append((engine, meta.type))
 
     def update_weights(self, meta: Any) -> None:
         self.own.append(meta)
@@ -47,6 +51,12 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, "deltachain.integrations.areal")
 
 
+@dataclass
+class Meta:
+    type: str
+    use_lora: bool = False
+
+
 def meta(version: int, *, lora: bool = False) -> Any:
     return SimpleNamespace(version=version, use_lora=lora)
 
@@ -68,3 +78,10 @@ def test_an_update_that_no_server_takes_is_raised_and_stays_committed(
     assert torch.equal(held["weight"], engine.model.weight.bfloat16())
     engine.update_weights(meta(8, lora=True))
     assert [one.version for one in engine.own] == [8]
+
+
+def test_no_group_of_nccl_is_made_with_servers_that_follow(engine: Any) -> None:
+    for mode in ("xccl", "disk"):
+        engine.connect_engine("rollout", Meta(mode))
+    engine.connect_engine("rollout", Meta("xccl", use_lora=True))
+    assert engine.own == [("rollout", "disk")] * 2 + [("rollout", "xccl")]
