@@ -102,7 +102,7 @@ async def main() -> None:
         answers = (await client.generate(asked))["response_ids"]
         triples = zip(ranks, prompts, answers, strict=True)
         ray.get([rank.step.remote(prompt + answer, engines) for rank, prompt, answer in triples])
-        print(f"step {step}: the server has what answers of {len(answers[0])} tokens taught")
+        print(f"step {step}: trained on answers of {len(answers[0])} tokens; the server holds it")
     await client.teardown()
     ray.shutdown()
 

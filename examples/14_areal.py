@@ -2,10 +2,12 @@
 
 Needs ``pip install 'deltachain[torch]' areal vllm``, and a server, which follows the chain::
 
-    DELTACHAIN_URL=s3://policies/run-1 VLLM_PLUGINS=deltachain,deltachain_http \
+    DELTACHAIN_URL=s3://policies/run-1 DELTACHAIN_TOKEN=secret \
+      VLLM_PLUGINS=deltachain,deltachain_http \
       vllm serve Qwen/Qwen3-0.6B --worker-extension-cls deltachain_vllm.WorkerExtension \
       --weight-transfer-config '{"backend": "deltachain"}'
-    DELTACHAIN_URL=s3://policies/run-1 AREAL_LLM_SERVER_ADDRS=127.0.0.1:8000 \
+    DELTACHAIN_URL=s3://policies/run-1 DELTACHAIN_TOKEN=secret \
+      AREAL_LLM_SERVER_ADDRS=127.0.0.1:8000 \
       torchrun --nproc-per-node 2 examples/14_areal.py
 
 ``MODEL`` is the name on the Hub or the folder that the server serves. A CPU runs AReaL's actor on
@@ -81,7 +83,7 @@ def main() -> None:
         policy.update_weights(meta.with_version(step))  # returns once the server holds it
         rollout.set_version(step)
         if RANK == 0:
-            print(f"step {step}: the server has what answers of {len(answer)} tokens taught")
+            print(f"step {step}: trained on answers of {len(answer)} tokens; the server holds it")
     rollout.destroy()
     policy.destroy()
 

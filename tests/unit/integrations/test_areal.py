@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from deltachain import errors
+from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
 from examples.demo.online.processes import free_port
 from tests.support.values import present
@@ -85,3 +86,21 @@ def test_no_group_of_nccl_is_made_with_servers_that_follow(engine: Any) -> None:
         engine.connect_engine("rollout", Meta(mode))
     engine.connect_engine("rollout", Meta("xccl", use_lora=True))
     assert engine.own == [("rollout", "disk")] * 2 + [("rollout", "xccl")]
+
+
+def test_an_update_attaches_anew_after_one_that_could_not(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach, down = Publisher.attach, [errors.StoreUnavailableError("the store is down")]
+
+    def attached(publisher: Publisher, model: nn.Module) -> Publisher:
+        if down:
+            raise down.pop()
+        return attach(publisher, model)
+
+    monkeypatch.setattr(Publisher, "attach", attached)
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(errors.StoreUnavailableError, match="down"):
+        engine.update_weights(meta(1))
+    with pytest.raises(errors.ControlPlaneError, match="version 1 on 0 of 1"):
+        engine.update_weights(meta(1))
