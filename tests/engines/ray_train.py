@@ -48,7 +48,8 @@ def work(config: dict[str, Any]) -> None:
         optimizer.step = step
         return made
 
-    deltachain.attach = attached
+    package: Any = deltachain
+    package.attach = attached
     if config["kind"] == "ddp":
         EXAMPLE.fully_shard = DistributedDataParallel
     TRAIN(config)

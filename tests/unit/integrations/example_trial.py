@@ -5,6 +5,7 @@ It waits for a line after each. The rate is one at which weights and tokens diff
 
 import asyncio
 import importlib
+import json
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ NAMES = {"skyrl": "examples.13_skyrl", "areal": "examples.14_areal"}
 def skyrl(example: Any, path: str) -> None:
     import ray  # noqa: PLC0415 - in that environment
 
-    from deltachain.errors import ConfigError  # noqa: PLC0415 - after what takes the output
+    from deltachain.errors import ConfigError  # noqa: PLC0415
     from tests.engines.ray_cluster import clustered  # noqa: PLC0415
 
     class Policy(example.Policy):
@@ -70,13 +71,19 @@ def main() -> None:
     if framework == "areal" and "RANK" not in os.environ:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])  # noqa: S606
-    from tests.unit.integrations.lockstep import tell  # noqa: PLC0415 - takes the output
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # frameworks log to the standard output
+
+    def tell(line: str) -> None:
+        said = [int(number) for number in re.findall(r"of (\d+) tokens", line)]
+        lines.write(f"{json.dumps(said)}\n")
+        lines.flush()
+        assert sys.stdin.readline(), "nobody waits for the next step"
 
     os.environ |= {"AREAL_LLM_SERVER_ADDRS": address, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MODEL": path, "DELTACHAIN_URL": url, "SERVER": address, "SERVED": "tiny"}
     example: Any = importlib.import_module(NAMES[framework])
-    example.TOKENS, example.RATE = 4, 1e-3
-    example.print = lambda line: tell(*map(int, re.findall(r"of (\d+) tokens", line)))
+    example.TOKENS, example.RATE, example.print = 4, 1e-3, tell
     {"skyrl": skyrl, "areal": areal}[framework](example, path)
 
 
