@@ -1,6 +1,7 @@
 """AReaL: weight updates that are versions of a chain, in place of checkpoints on a shared disk."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,15 +32,17 @@ def publishing(
         deadline_s: Seconds that an update waits for the servers.
         settings: Fields of :class:`~deltachain.PublishConfig`; ``dtype`` is the engine's.
     """
-    members = {"_url": url, "_deadline_s": deadline_s, "_settings": settings}
-    return type(engine.__name__, (_Publishing, engine), members)
+    given = {"_given": (url, deadline_s, settings)}
+    return type(engine.__name__, (_Publishing, engine), given)
 
 
 class _Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with AReaL
-    _url: str
-    _deadline_s: float
-    _settings: dict[str, Any]
+    _given: tuple[str, float, dict[str, Any]]
     _publisher: Publisher | None = None
+
+    def connect_engine(self, engine: Any, meta: Any) -> None:  # noqa: ANN401 - AReaL's
+        """Connect, without the group of NCCL that its mode ``xccl`` makes, but for LoRA."""
+        super().connect_engine(engine, meta if meta.use_lora else replace(meta, type="disk"))
 
     def update_weights(self, meta: Any) -> None:  # noqa: ANN401 - AReaL's WeightUpdateMeta
         """Commit the weights; return on every rank once all servers hold that version.
@@ -56,15 +59,16 @@ class _Publishing(TrainEngine):  # type: ignore[misc]  # AReaL's types come with
         if not servers:
             hint = "start the trainer by a launcher of AReaL, or set AREAL_LLM_SERVER_ADDRS"
             raise ConfigError("no server to tell of the weights", hint=hint)
+        url, deadline_s, settings = self._given
         if self._publisher is None:
             waits = {"when_busy": "wait", "on_error": "warn"}  # each update raises its own error
-            given = waits | {"dtype": getattr(torch, self.config.dtype)} | self._settings
-            self._publisher = Publisher(PublishConfig.at(self._url, None, **given))
-            self._publisher.attach(self.model)
+            given = waits | {"dtype": getattr(torch, self.config.dtype)} | settings
+            config = PublishConfig.at(url, None, **given)
+            self._publisher = Publisher(config).attach(self.model)
         receipt, trouble = self._publisher.publish(step=meta.version).result(), [""]
         if distributed.get_rank() == 0:
             try:
-                tell(servers, receipt.version, deadline=self._deadline_s)
+                tell(servers, receipt.version, deadline=deadline_s)
             except DeltaChainError as error:  # the other ranks wait
                 trouble = [str(error)]
         distributed.broadcast_object_list(trouble, group=self.cpu_group)

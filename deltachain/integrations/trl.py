@@ -137,15 +137,8 @@ class DeltaChainWeightTransfer(TrainerCallback):
         self._check_tokenizer = watched(tokenizer)
         self.publisher = Publisher(self.config).attach(model, assets=assets)
 
-    def on_step_end(
-        self,
-        args: Any,  # noqa: ANN401 - TRL's
-        state: TrainerState,
-        control: TrainerControl,
-        **_: object,
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, *_: object, **__: object) -> None:  # noqa: ANN401 - TRL's
         """Publish the weights that the sync of this step sends, on every rank."""
-        del control
         if self.publisher is not None and state.global_step % args.weight_sync_steps == 0:
             self._check_tokenizer()
             self._step = state.global_step

@@ -74,9 +74,9 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
         """Commit a version whose step is ``global_steps``; called on every rank.
 
         Raises:
-            DeltaChainError: Publishing failed; the next call covers it.
+            DeltaChainError: Publishing failed; the next call covers it. An adapter is refused.
         """
-        on_host = ((name, tensor.detach().cpu()) for name, tensor in weights)
+        on_host = ((name, _on_host(name, tensor)) for name, tensor in weights)
         if not self._is_master:
             for _ in on_host:  # a gather needs all ranks
                 pass
@@ -115,16 +115,21 @@ class DeltaChainCheckpointEngine(base.CheckpointEngine):  # type: ignore[misc]  
             except errors.DeltaChainError as exc:  # no version yet, or a store that fails for now
                 trouble = exc
             time.sleep(POLL_S)
-        raise errors.ChainError(
-            f"{self.config.url} got no version of step {step} after version {self._after} in "
-            f"{self._deadline_s:g} s",
-            hint="see the log of the actor's rank 0, which publishes it",
-        ) from trouble
+        wanted = f"version of step {step} after version {self._after} in {self._deadline_s:g} s"
+        hint = "see the log of the actor's rank 0, which publishes it"
+        raise errors.ChainError(f"{self.config.url} got no {wanted}", hint=hint) from trouble
 
     def _subscribe(self) -> Subscriber:
         for spec in Chain.open(self._store).table.specs():
             self._weights[spec.name] = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         return Subscriber(SubscribeConfig(url=self.config.url), self._weights, store=self._store)
+
+
+def _on_host(name: str, tensor: Tensor) -> Tensor:
+    if ".base_layer." in name:
+        hint = "set actor_rollout_ref.model.lora.merge=True"
+        raise errors.UnsupportedModelError(f"verl sends {name!r} without its adapter", hint=hint)
+    return tensor.detach().cpu()
 
 
 class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
@@ -142,13 +147,11 @@ class FollowingManager(base.CheckpointEngineManager):  # type: ignore[misc]
             ControlPlaneError: An engine does not hold the version in time; a later step covers it.
             DeltaChainError: Publishing failed.
         """
-        step = {"global_steps": global_steps}
-        sent = await asyncio.gather(*self.actor_wg.update_weights(**step, mode=self.backend))
-        metrics: dict[str, float] = next(filter(None, sent))
-        version, given = int(metrics["deltachain/version"]), self.config.engine_kwargs[BACKEND]
+        sending = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+        metrics: dict[str, float] = next(filter(None, await asyncio.gather(*sending)))
         servers = [replica.server_address for replica in self.replicas]
-        wait_s = given.get("deadline_s", DEADLINE_S)
-        await asyncio.to_thread(tell, servers, version, deadline=wait_s)
+        wait_s = self.config.engine_kwargs[BACKEND].get("deadline_s", DEADLINE_S)
+        await asyncio.to_thread(tell, servers, int(metrics["deltachain/version"]), deadline=wait_s)
         labels = (one.server_handle.set_global_steps for one in self.replicas)
         await asyncio.gather(*(label.remote(global_steps) for label in labels))
         return metrics

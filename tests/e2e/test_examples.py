@@ -102,11 +102,13 @@ def engine(
 
 
 def test_every_example_is_run_and_says_what_it_needs_and_prints() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
+    others = ("engines/ray_train", "unit/integrations/example_trial")
+    paths = [Path(__file__), *(ROOT / "tests" / f"{one}.py" for one in others)]
+    source = "".join(path.read_text(encoding="utf-8") for path in paths)
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for path in sorted(EXAMPLES.glob("[0-9]*.py")):
         text = path.read_text(encoding="utf-8")
-        assert f'"{path.name}"' in source
+        assert f'"{path.name}"' in source or f'"examples.{path.stem}"' in source
         assert f"({path.name})" in readme
         assert "examples.demo" not in text, path.name
         assert "deltachain.testing" not in text, path.name

@@ -11,7 +11,7 @@ from tests.engines.trainer import make_batches, one_thread, pretrain
 from tests.unit.integrations.test_verl import trial
 
 PYTHON = ROOT / ".venv-rl" / "bin" / "python"
-TRIALS = ROOT / "tests" / "unit" / "integrations"
+TRIAL = ROOT / "tests" / "unit" / "integrations" / "example_trial.py"
 STEPS = 20
 
 pytestmark = [
@@ -28,10 +28,11 @@ def test_a_server_holds_each_step_once_its_trainer_goes_on(framework: str, tmp_p
     with one_thread():
         pretrain("qwen3", base, make_batches(0), 0)
     url = (tmp_path / "chain").as_uri()
-    program: dict[str, Any] = {"python": PYTHON, "program": TRIALS / f"{framework}_trial.py"}
+    program: dict[str, Any] = {"python": PYTHON, "program": TRIAL}
     with start(base, tmp_path / "server", url, plain=True, dev=True) as server:
         step = 0
-        for step, said in enumerate(trial(tmp_path, f"{HOST}:{server.port}", **program), 1):
+        given = f"{HOST}:{server.port}", framework
+        for step, said in enumerate(trial(tmp_path, *given, **program), 1):
             assert said == [4], said  # tokens that the trainer's own client was given
             assert server.named() == str(step)
             assert holds(server, Path(f"{base}-{step}")), step

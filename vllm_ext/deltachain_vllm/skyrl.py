@@ -32,8 +32,7 @@ class DeltaChainSender(SkyrlTrainerCapabilities, DeltaChainTrainer):  # type: ig
         """Create or continue the chain; see :meth:`DeltaChainTrainer.trainer_init`."""
         settings = {}
         if isinstance(source, FsdpWeightSource) and not source.weight_prefix:
-            settings["dtype"] = source.metadata()[0].dtype
-            source = source.model
+            settings, source = {"dtype": source.metadata()[0].dtype}, source.model
         place = DeltaChainTrainerInit(init_info.sync_dir, settings, rank=init_info.rank)
         return super().trainer_init(place, client=client, source=source)
 

@@ -36,5 +36,8 @@ class Follower:
         return label, checksums(ranks) == {name: digest(bits) for name, bits in cut.items()}
 
     async def label(self) -> str:
-        found = await self.engine.async_generate(**ASKED)
-        return str(found["meta_info"]["weight_versions"][-1]["version"])
+        return (await self.sample(ASKED["input_ids"]))[0]
+
+    async def sample(self, prompt: list[int]) -> tuple[str, list[int]]:
+        found = await self.engine.async_generate(**{**ASKED, "input_ids": prompt})
+        return str(found["meta_info"]["weight_versions"][-1]["version"]), found["output_ids"]

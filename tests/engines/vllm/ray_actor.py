@@ -5,6 +5,7 @@ version and whether all bits are the trainer's, is one line of JSON.
 """
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -20,14 +21,13 @@ os.environ |= {
 }
 
 import ray
-from vllm import LLM, AsyncEngineArgs
+from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import (
     ModuleSource,
     RayVLLMWeightSyncClient,
     WeightTransferTrainerFactory,
 )
-from vllm.v1.engine.async_llm import AsyncLLM
 
 import deltachain_vllm
 from deltachain_vllm import DeltaChainTrainerInit
@@ -37,11 +37,10 @@ from tests.engines.trainer import Run
 from tests.engines.vllm.server import digest
 
 STEPS = 20
+EXAMPLE: Any = importlib.import_module("examples.12_ray")
 SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
+    **EXAMPLE.Replica.settings,
     "enforce_eager": True,
-    "max_model_len": 256,
-    "weight_transfer_config": WeightTransferConfig(backend="deltachain"),
     "worker_extension_cls": "tests.engines.vllm.plain.WorkerExtension",
 }
 
@@ -55,13 +54,19 @@ def same(found: list[dict[str, str]], checkpoint: Path) -> bool:
 class Replica(LLM):  # type: ignore[misc]
     def __init__(self, base: str, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        super().__init__(base, **(SETTINGS | options))
+        own = {"weight_transfer_config": WeightTransferConfig(backend="deltachain")}
+        super().__init__(base, **(SETTINGS | own | options))
 
     def follow(self, url: str) -> None:
         self.subscriber = deltachain_vllm.subscribe(self, url)
 
     def update_weights(self, request: Any) -> None:
         self.subscriber.update(request.update_info["version"])
+
+    def sample(self, prompt: list[int]) -> tuple[str, list[int]]:
+        how = SamplingParams(max_tokens=16, ignore_eos=True)
+        (found,) = self.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)
+        return self.get_weight_version(), list(found.outputs[0].token_ids)
 
     def seen(self, version: int, checkpoint: Path) -> tuple[str, bool]:
         self.subscriber.update(version)
@@ -71,27 +76,22 @@ class Replica(LLM):  # type: ignore[misc]
         return same(self.collective_rpc("compute_weight_checksums"), checkpoint)
 
 
-class Follower:
+class Follower(EXAMPLE.Replica):  # type: ignore[misc]
     """An ``AsyncLLM`` that follows, whether it is told of versions or not."""
 
-    def __init__(self, base: str) -> None:
-        self.base = base
+    settings = SETTINGS
 
     async def init_weight_transfer_engine(self, request: Any) -> None: ...
 
     async def update_weights(self, request: Any) -> None:
         await asyncio.to_thread(self.leader.update, request.update_info["version"])
 
-    async def follow(self, url: str) -> None:
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(self.base, **SETTINGS))
-        self.leader = deltachain_vllm.follow(self.llm, url)
-
     async def seen(self, version: int, checkpoint: Path) -> tuple[str, bool]:
-        while (await self.llm.get_weight_version()) != str(version):
+        while (await self.engine.get_weight_version()) != str(version):
             assert not self.leader.ended, self.leader.ended
             await asyncio.sleep(0.05)
-        found = await self.llm.collective_rpc("compute_weight_checksums")
-        return await self.llm.get_weight_version(), same(found, checkpoint)
+        found = await self.engine.collective_rpc("compute_weight_checksums")
+        return await self.engine.get_weight_version(), same(found, checkpoint)
 
 
 def main() -> None:

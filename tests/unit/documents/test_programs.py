@@ -34,7 +34,7 @@ PROGRAMS: Final = {str(block): block for block in blocks("python")}
 ENGINE: Final = {
     "docs/frameworks.md:2": "tests/engines/vllm/test_trainer.py",
     "docs/frameworks.md:3": "tests/engines/vllm/ray_actor.py",
-    "docs/frameworks.md:4": "tests/unit/integrations/areal_trial.py",
+    "docs/frameworks.md:4": "examples/14_areal.py",
     "vllm_ext/README.md:0": "tests/engines/vllm/offline.py",
     "vllm_ext/README.md:1": "tests/engines/vllm/async_offline.py",
     "sglang_ext/README.md:0": "tests/engines/sglang/offline.py",

@@ -54,5 +54,6 @@ def test_rollouts_get_the_bits_of_every_step(tmp_path: Path) -> None:
 
 
 def test_a_restarted_actor_repeats_a_step_and_a_late_one_is_not_waited_for(tmp_path: Path) -> None:
-    ((said,),) = trial(tmp_path, "faults")
-    assert said.endswith("got no version of step 8 after version 100 in 0.5 s")
+    (late,), (adapter,) = trial(tmp_path, "faults")
+    assert late.endswith("got no version of step 8 after version 100 in 0.5 s")
+    assert adapter == "verl sends 'layers.0.q_proj.base_layer.weight' without its adapter"

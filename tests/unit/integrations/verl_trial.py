@@ -30,10 +30,11 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 
-from deltachain.errors import ChainError
+from deltachain.errors import ChainError, UnsupportedModelError
 
 STEPS = 20
 RATE = 1e-3
@@ -152,7 +153,7 @@ async def taken(rollout: Any, step: int) -> dict[str, Tensor]:
 
 
 async def faults(url: str) -> None:
-    """An actor that starts again repeats a step; one that is late ends the wait."""
+    """An actor that starts again repeats a step, a late one ends the wait, an adapter is missed."""
     import_external_libs("deltachain.integrations.verl")
     weights, rollout = {"w": torch.zeros(64)}, engine(url)
     for _ in range(2):
@@ -170,6 +171,11 @@ async def faults(url: str) -> None:
     try:
         await taken(late, 8)
     except ChainError as error:
+        tell(str(error.args[0]))
+    name = replace_lora_wrapper("layers.0.q_proj.weight", None)  # of FSDP with LoRA, not merged
+    try:
+        await engine(url, is_master=True).send_weights(iter([(name, torch.zeros(64))]))
+    except UnsupportedModelError as error:
         tell(str(error.args[0]))
 
 
