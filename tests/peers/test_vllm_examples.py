@@ -69,6 +69,7 @@ ACTORS: Final = {
     # on a CPU
     r"num_gpus=1": "num_cpus=1",
     r'"cuda:0"': '"cpu"',
+    r"temperature=0": "temperature=0, ignore_eos=True",  # a tiny model's answers are short
     r"max_model_len=8192": f'max_model_len=256, worker_extension_cls="{PLAIN}"',
     r'distributed_executor_backend="ray",': "",
     r"attention_backend=ATTN_BACKEND,": "",
