@@ -1,4 +1,4 @@
-"""Trainers of SkyRL and AReaL, with a stock server that follows their chain."""
+"""Trainers of SkyRL and AReaL, and a vLLM with plain linears that is told their versions."""
 
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ def test_a_server_holds_each_step_once_its_trainer_goes_on(framework: str, tmp_p
     url = (tmp_path / "chain").as_uri()
     program: dict[str, Any] = {"python": PYTHON, "program": TRIAL}
     with start(base, tmp_path / "server", url, plain=True, dev=True) as server:
-        step = 0
+        step, held = 0, [server.checksums()]
         given = f"{HOST}:{server.port}", framework
         for step, said in enumerate(trial(tmp_path, *given, **program), 1):
             assert said == [4], said  # tokens that the trainer's own client was given
             assert server.named() == str(step)
             assert holds(server, Path(f"{base}-{step}")), step
+            held.append(server.checksums())
+            assert held[-1] != held[-2], step
         assert step == STEPS
         assert server.generate([5, 6, 7], 4).spans == ((0, 4, str(STEPS)),)

@@ -50,6 +50,7 @@ SLIME: Final = Pin(
     "624b824a898ab0ec1fcb4d373004c7f3852bf515",
     ("slime/utils", UPDATE, PULL),
 )
+VLLM: Final = Pin("https://github.com/vllm-project/vllm", "v0.32.0", ("examples/rl",))
 
 
 def fetch(pin: Pin) -> None:
@@ -134,7 +135,7 @@ def slime_trainer() -> Any:
 
 
 def pins() -> Iterator[Pin]:
-    yield from (*TRL.values(), SLIME)
+    yield from (*TRL.values(), SLIME, VLLM)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,34 @@
 
 A trial of a framework with a larger model, without its comparisons. Each rank prints, in MB, the
 size of its model in the wire dtype, the memory it keeps once attached, and the most that a publish
-adds. ``trials:ten_steps 4 flat`` is FSDP1.
+adds. ``trials:ten_steps 4 flat`` is FSDP1. ``fused`` alone: what it takes to find the saved form of
+large models with fused experts, without their weights.
 """
 
 import importlib
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.model.conversion import conversions
 from tests.ranks import transformers_trials, trials
 from tests.ranks.bench import _peak, _reset_peak, _resident, _warm_up
 from tests.ranks.spawn import run
 
 LARGER: Final = {"hidden_size": 1024, "intermediate_size": 3072}
 VERSIONS: Final = 10
+FUSED: Final[dict[str, dict[str, Any]]] = {  # sizes that are not the class's own
+    "qwen3_moe": {"num_hidden_layers": 48, "head_dim": 128},  # Qwen3-30B-A3B
+    "deepseek_v3": {},
+}
 
 
 def measure(rank: int, trial: str, how: str, folder: str) -> None:
@@ -53,7 +64,25 @@ def _publishes(
     sys.stdout.write(f"{said}\n")
 
 
+def fused(kind: str, **sizes: Any) -> str:
+    """Say what finding the saved form of a model takes, of this process."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes))
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    now = _resident()
+    _reset_peak()
+    start = time.perf_counter()
+    conversions(model, shapes)
+    took, more = time.perf_counter() - start, _peak() - now
+    each = more / max(map(math.prod, shapes.values()))
+    return f"{kind}: {took:.1f} s, {more / 1e6:.0f} MB, {each:.2f} bytes an element of the largest"
+
+
 def main() -> None:
+    if sys.argv[1:] == ["fused"]:
+        fused("qwen3_moe", **transformers_trials.CONVERTED["qwen3_moe"])  # imports what it needs
+        sys.stdout.writelines(f"{fused(kind, **sizes)}\n" for kind, sizes in FUSED.items())
+        return
     trial, ranks, how = sys.argv[1:]
     os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:

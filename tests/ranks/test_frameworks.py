@@ -51,6 +51,7 @@ def case(trial: str, ranks: int, how: str, *marks: Any) -> Any:
             )
         ),
         case("verl_trials:megatron", 2, "TP2"),
+        case("verl_trials:fsdp2", 2, "FSDP2"),
     ],
 )
 def test_every_version_is_the_export_of_the_framework(

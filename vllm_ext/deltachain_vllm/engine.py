@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.replica import messages as wire
@@ -115,8 +116,8 @@ class VllmEngine:
             await self._client.start_weight_update()
         except Exception as exc:
             raise PartialApplyError(f"vLLM opened no update session: {exc}") from exc
-        fields = msgspec.structs.asdict(request)
-        await self._client.update_weights(WeightTransferUpdateRequest(update_info=fields))
+        told = WeightTransferUpdateRequest(update_info=msgspec.structs.asdict(request))
+        await AsyncLLM.update_weights(self._client, told)  # a subclass's own may wait for this swap
         # Separate calls would each add a round trip in which nothing is generated.
         last = wire.LastSwapRequest(leader=request.leader, sequence=request.sequence)
         texts, _ = await asyncio.gather(self._send(last), self._client.finish_weight_update())
