@@ -35,8 +35,8 @@ Case = tuple[Any, int, dict[str, Any]]
 def cases() -> Iterator[Case]:
     """Every specialisation that :mod:`.staging` launches."""
     for width in ELEMENTS:
-        for gap, absolute in ((1, False), (2, False), (1, True), (2, True)):
-            constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
+        for absolute in (False, True):
+            constants = {"WIDTH": width, "ABSOLUTE": absolute}
             yield staging_programs.decode_segment, width, constants
         for masked, kind in ((False, 0), (False, 1), (True, 0), (True, 2)):
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}

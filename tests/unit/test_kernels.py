@@ -2,9 +2,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -318,7 +321,35 @@ def test_live_bits_choose_the_fastest_kernels() -> None:
     assert chosen == [host, torch_kernels]
     assert not same_bits(LIVE["host"], LIVE["device"])
     assert host.diff_ is numba_kernels.diff_
-    assert not compares_on(CPU)
+    assert not compares_on(CPU, torch.bfloat16, torch.bfloat16)
+
+
+def test_a_device_whose_programs_do_not_run_leaves_changes_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(staging, "find_spec", lambda _: True)
+    staging.decodes_on.cache_clear()
+    assert not staging.decodes_on(torch.device("cuda", 3))  # torch for CPUs has none
+    assert "cuda:3 are decoded on the host" in caplog.text
+    staging.decodes_on.cache_clear()
+
+
+def test_threads_work_on_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def stream(one: str) -> Iterator[None]:
+        entered.append((one, get_ident()))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda one: f"{get_ident()} on {one}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    assert torch_kernels.on_streams_of_caller(abs, [CPU]) is abs
+    work = torch_kernels.on_streams_of_caller(abs, [CPU, torch.device("cuda", 1)])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work, -3).result() == 3
+        other = pool.submit(get_ident).result()
+    assert entered == [(f"{get_ident()} on cuda:1", other)]
 
 
 @pytest.mark.parametrize("kind", ["step", "absolute", "mixed"])
