@@ -4,14 +4,17 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain.chain import Chain
@@ -21,14 +24,16 @@ from deltachain.chain.identity import read_asset
 from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import Piece, TensorDelta, pieces
 from deltachain.kernels.protocol import kernels_for, same_bits
-from deltachain.kernels.torch_kernels import bits_of, live_bits
+from deltachain.kernels.torch_kernels import bits_of, live_bits, on_streams_of_caller
 from deltachain.subscribe.targets import tensor_patch
-from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Write, write_all
+from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Patches, Write, write_all
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _CONFIG: Final = "config.json"
 
@@ -94,6 +99,8 @@ class TensorTarget(PatchedTarget):
     replaced, cast or moved are bound anew. Bound ones on the host cannot be resized.
     """
 
+    fills = True
+
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
         self.source = tensors
         self._tensors = self._current()
@@ -150,6 +157,13 @@ class TensorTarget(PatchedTarget):
         # An address is not reused: the bits of a bound tensor keep its memory.
         return self._forms_of(self._current()) != self._forms
 
+    @override
+    def ordered(
+        self, pool: Pool, function: Callable[[Piece], _T], some: Iterable[Piece]
+    ) -> Iterator[_T]:
+        devices = {tensor.device for tensor in self._tensors.values()}
+        return super().ordered(pool, on_streams_of_caller(function, devices), some)
+
     def held(self) -> HeldVersion | None:
         return self._held
 
@@ -176,6 +190,27 @@ class TensorTarget(PatchedTarget):
                 f"{name}: the plan from nothing gives only {delta.nnz} elements"
             )
         yield self.prepare(delta, base_too=base_too)
+
+    def fill(self, fetched: Fetched, *, state: StateDigest) -> Patches:
+        self._has_moved()
+        self._held = None
+
+        def written(patch: tensor_patch.Patch) -> tensor_patch.Patch:
+            places = self._live[patch.spec.name]
+            for live in places:
+                tensor_patch.write(live, patch.without_old())
+            return replace(patch.without_old(), new=places[0].view)
+
+        try:
+            found = self._stage(fetched, base=None, state=state, budget=sys.maxsize, keep=written)
+        except errors.BaseMismatchError as exc:
+            raise errors.PoisonedError(
+                f"the weights of {fetched.plan} were written, and are not those of its version",
+                version=fetched.plan.target,
+            ) from exc
+        finally:
+            self._forms = self._forms_of(self._tensors)
+        return replace(found, patches=(), fetched=None)
 
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> tensor_patch.Patch:
         places = self._live[delta.spec.name]
