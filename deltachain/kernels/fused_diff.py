@@ -143,7 +143,7 @@ def place_kernel(
         running += tl.sum(some, 0)
 
 
-@triton.jit(do_not_specialize=["blocks", "resident"])
+@triton.jit(do_not_specialize=["blocks"])
 def write_kernel(
     table: tl.tensor,
     blocks: tl.tensor,
@@ -152,10 +152,10 @@ def write_kernel(
     offsets: tl.tensor,
     new: tl.tensor,
     old: tl.tensor,
-    resident: tl.tensor,
     bits: tl.constexpr,
     master: tl.constexpr,
     aligned: tl.constexpr,
+    resident: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
     """Write the changes of each block into its room, in ascending order; one program a block.
@@ -164,7 +164,7 @@ def write_kernel(
         blocks: Number of blocks.
         counts: Number of changes of each block.
         starts: First change of each block among the results; negative: nothing is written.
-        resident: 1 if the snapshot is on the device, and is updated; else 0.
+        resident: Whether the snapshot is on the device, and is updated.
     """
     block = tl.program_id(0)
     start = tl.load(starts + block)
@@ -174,7 +174,7 @@ def write_kernel(
         at = start + tl.cumsum(differ.to(tl.int32), 0) - 1
         tl.store(offsets + at, lane.to(tl.int16), mask=differ)
         tl.store(new + at, now, mask=differ)
-        if resident != 0:
+        if resident:
             tl.store(old + at, then, mask=differ)
             kept = tl.load(table + blocks + block).to(tl.pointer_type(bits))
             tl.store(kept + lane, now, mask=differ)
@@ -219,6 +219,9 @@ def diff_batch_(
     _launch(count_kernel, blocks, table, blocks, counts, warps=WARPS, **same)
     capacity = arena.offsets.numel()
     _launch(place_kernel, 1, counts, blocks, before, after, starts, capacity, warps=4, step=STEP)
-    result = (arena.offsets, arena.new, arena.old, int(resident))
-    _launch(write_kernel, blocks, table, blocks, counts, starts, *result, warps=WARPS, **same)
+    result = (arena.offsets, arena.new, arena.old)
+    _launch(
+        write_kernel, blocks, table, blocks, counts, starts, *result,
+        warps=WARPS, resident=resident, **same,
+    )  # fmt: skip
     return Placed(counts, after, arena)

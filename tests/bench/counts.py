@@ -84,19 +84,19 @@ class Device:
     def write_kernel(
         self, table: Tensor, _: int, counts: Tensor, starts: Tensor, *rest: Any
     ) -> None:
-        offsets, new, old, resident = rest
+        offsets, new, old = rest
         count = counts.to(torch.int64)
         nth = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
         found = nth * (table[2] // count.clamp(min=1)).repeat_interleave(count)
         here = slice(int(starts[0]), int(starts[0]) + nth.numel())
         offsets[here] = found.to(torch.int16)
         new[here] = 1
-        if resident:
+        if old is not new:
             old[here] = 0
 
     def digest_blocks(self, head: Tensor, bits: Tensor, _: Tensor) -> None:
         start = int(head[5])
-        key = tuple(int(one) % (1 << 64) for one in head[2:4])
+        key = int(head[2]) % (1 << 64), int(head[3]) % (1 << 64)
         whole = bits.numpy().view(f"<u{bits.element_size()}")
         found = host.digest(key, whole, start)
         head[:2] = torch.from_numpy(np.array([found.lane0, found.lane1], np.uint64).view(np.int64))

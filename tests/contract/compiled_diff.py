@@ -85,8 +85,8 @@ def kernels(
         count = {"table": "*i64", "blocks": "i32", "counts": "*i16"}
         yield fused_diff.count_kernel, count, same, fused_diff.WARPS
         write = count | {"starts": "*i64", "offsets": "*i16", "new": kind, "old": kind}
-        write |= {"resident": "i32"}
-        yield fused_diff.write_kernel, write, same, fused_diff.WARPS
+        for resident in (False, True):
+            yield fused_diff.write_kernel, write, same | {"resident": resident}, fused_diff.WARPS
 
 
 def main() -> int:
