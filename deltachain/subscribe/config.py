@@ -31,8 +31,7 @@ class SubscribeConfig:
 
     stage_budget: AtLeastZero = 4 << 30
     """Limit of staged and undo bits, in bytes. A larger update (an anchor of a large model) is
-    decoded twice, once for verification and once while it is written, and cannot be undone;
-    ``update`` writes it at once into tensors that hold no version."""
+    decoded twice, once for verification and once while it is written, and cannot be undone."""
 
     undo_applies: AtLeastZero = 2
     """Number of applies whose old bits are kept for a ``rollback`` without the store."""

@@ -377,9 +377,6 @@ class Subscriber(Closeable):
     def update(self, version: Version | Committed | None = None) -> ApplyReceipt | None:
         """Stage and swap a version.
 
-        The target must not be used meanwhile: tensors that hold no version are written as they are
-        decoded, if all are more than ``stage_budget``.
-
         Args:
             version: The version; the head if ``None``.
 
@@ -387,8 +384,7 @@ class Subscriber(Closeable):
             ``None`` if this version is held already, or a rollback pinned the target.
         """
         with self._updating:
-            staged = self._next(version, in_use=False)
-            return self.swap(staged) if staged else None
+            return self.swap(staged) if (staged := self.stage(version)) else None
 
     def heal(self, *, at_head: bool = False) -> ApplyReceipt | None:
         """Update a poisoned target from nothing, to the version held last or to the head."""
@@ -412,9 +408,6 @@ class Subscriber(Closeable):
             BaseMismatchError: The target holds other bits; the next call plans from nothing.
             StoreError: The store failed.
         """
-        return self._next(version, in_use=True)
-
-    def _next(self, version: Version | Committed | None, *, in_use: bool) -> Staged | None:
         chain = self.chain
         self.scrub(if_altered=True)
         with self._writing:  # a concurrent rollback changes all three
@@ -443,7 +436,7 @@ class Subscriber(Closeable):
             if held is not None and committed.version == held.version:
                 self.watch.proved(held)
                 return None
-        return self._stage(committed, held, generation, in_use=in_use)
+        return self._stage(committed, held, generation)
 
     def _together(
         self,
@@ -675,34 +668,15 @@ class Subscriber(Closeable):
         self.target.close()
         self.store.close()
 
-    def _stage(
-        self,
-        committed: Committed,
-        held: HeldVersion | None,
-        generation: int,
-        *,
-        in_use: bool = True,
-    ) -> Staged:
+    def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         start, budget, chain = time.perf_counter(), self.config.stage_budget, self.chain
         look_s = max(0.0, time.time() - committed.manifest.time)
         target, specs = self.target, chain.table.specs()
-        once, room, filled = False, None, None
+        once, room = False, None
         if isinstance(target, PatchedTarget):
-            is_large = sum(spec.nbytes for spec in specs) > budget
-            if is_large and held is None and target.fills and not in_use:
-                filled = target
-            once, room = bool(filled) or target.decodes_once(specs, budget), target.room
+            once, room = target.decodes_once(specs, budget), target.room
 
         def stage(fetched: Fetched) -> Prepared:
-            if filled is not None:
-                logger.info(
-                    "%swriting version %d as it is decoded: it is larger than stage_budget, %d "
-                    "bytes, and the target holds no version",
-                    self.whose,
-                    committed.version,
-                    budget,
-                )
-                return filled.fill(fetched, state=committed.state)
             try:
                 return self.target.stage(
                     fetched,

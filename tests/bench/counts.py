@@ -172,7 +172,7 @@ def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, 
                 card.seconds, start = 0.0, time.thread_time()
                 future = publisher.publish(step=step)
                 python.append(time.thread_time() - start - card.seconds)
-                receipt = future.result()
+                future.result()
         launches = (card.launches - before).total() / 3
     nnz = DENSITY * shape.numel
     crossing = 0 if resident else 2 * shape.numel
@@ -184,7 +184,6 @@ def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, 
         "copies": len(copies),
         "waits": len(waits),
         "Python ms": 1e3 * min(python),
-        "encode ns a change": 1e9 * receipt.encode_s / max(1, receipt.nnz),
         "blocks s": max(crossing / PCIE, 8 * shape.numel / MEMORY)
         + launches * LAUNCH_S * resident
         + min(python)

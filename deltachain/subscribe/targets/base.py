@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec.decode import Range
@@ -245,9 +245,6 @@ class PatchedTarget(Target, ABC):
     piece_nbytes: int = sys.maxsize
     """Most bytes of a piece of a tensor."""
 
-    fills: ClassVar[bool] = False
-    """Whether the target has :meth:`fill`."""
-
     @abstractmethod
     def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
         """Compute the patches of a piece from live bits; thread-safe.
@@ -262,16 +259,6 @@ class PatchedTarget(Target, ABC):
     def decodes_once(self, specs: Iterable[TensorSpec], budget: int) -> bool:
         """Return whether a plan from nothing is staged within a budget, and at once."""
         return 2 * sum(spec.nbytes for spec in specs) <= budget
-
-    def fill(self, fetched: Fetched, *, state: StateDigest) -> Patches:
-        """Write a plan from nothing as it is decoded, and prove it; nothing is left to write.
-
-        The target holds no version, nor after an exception, and nobody may use it.
-
-        Raises:
-            PoisonedError: The plan leads to another state.
-        """
-        raise NotImplementedError
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int

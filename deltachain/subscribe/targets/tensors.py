@@ -4,9 +4,7 @@ import json
 import logging
 import os
 import reprlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar
@@ -26,7 +24,7 @@ from deltachain.delta import Piece, TensorDelta, pieces
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.kernels.torch_kernels import bits_of, live_bits, on_streams_of_caller
 from deltachain.subscribe.targets import tensor_patch
-from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Patches, Write, write_all
+from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Write, write_all
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
@@ -98,8 +96,6 @@ class TensorTarget(PatchedTarget):
     Tied weights may be one tensor or several; each place is written once. Tensors that were
     replaced, cast or moved are bound anew. Bound ones on the host cannot be resized.
     """
-
-    fills = True
 
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
         self.source = tensors
@@ -190,27 +186,6 @@ class TensorTarget(PatchedTarget):
                 f"{name}: the plan from nothing gives only {delta.nnz} elements"
             )
         yield self.prepare(delta, base_too=base_too)
-
-    def fill(self, fetched: Fetched, *, state: StateDigest) -> Patches:
-        self._has_moved()
-        self._held = None
-
-        def written(patch: tensor_patch.Patch) -> tensor_patch.Patch:
-            places = self._live[patch.spec.name]
-            for live in places:
-                tensor_patch.write(live, patch.without_old())
-            return replace(patch.without_old(), new=places[0].view)
-
-        try:
-            found = self._stage(fetched, base=None, state=state, budget=sys.maxsize, keep=written)
-        except errors.BaseMismatchError as exc:
-            raise errors.PoisonedError(
-                f"the weights of {fetched.plan} were written, and are not those of its version",
-                version=fetched.plan.target,
-            ) from exc
-        finally:
-            self._forms = self._forms_of(self._tensors)
-        return replace(found, patches=(), fetched=None)
 
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> tensor_patch.Patch:
         places = self._live[delta.spec.name]

@@ -1,9 +1,7 @@
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from deltachain import errors
-from deltachain.delta import TensorDelta
 from deltachain.kernels import torch_kernels
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber, TensorTarget
@@ -362,57 +359,6 @@ def test_what_does_not_fit_is_decoded_again_while_it_is_written(run: Run) -> Non
     subscriber.swap(staged)
     assert run.matches(run.zeros)
     run.publish(2)
-    subscriber.update()
-    assert run.matches(run.zeros)
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-def test_a_newcomer_decodes_once_what_does_not_fit(
-    run: Run,
-    writes: Writes,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    *,
-    on_host: bool,
-) -> None:
-    if not on_host:
-        monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
-    run.publish(1)
-    prepared = Counter[str]()
-    original = TensorTarget.prepare
-
-    def prepare(self: TensorTarget, delta: TensorDelta, **options: bool) -> patch_module.Patch:
-        prepared[delta.spec.name] += 1
-        return original(self, delta, **options)
-
-    monkeypatch.setattr(TensorTarget, "prepare", prepare)
-    subscriber = run.subscribe(run.zeros, stage_budget=3000)
-    with caplog.at_level("INFO"):
-        receipt = present(subscriber.update())
-    assert "as it is decoded" in caplog.text
-    assert set(prepared.values()) == {1}
-    assert not writes.done, "nothing is left for the swap"
-    assert receipt.nnz == sum(run.zeros[name].numel() for name in prepared)
-    assert run.matches(run.zeros)
-    assert subscriber.scrub()
-    run.publish(2)
-    subscriber.update()
-    assert run.matches(run.zeros)
-
-
-def test_other_weights_than_their_version_has_are_no_version(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.publish(1)
-    subscriber = run.subscribe(run.zeros, stage_budget=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            target_module, "check_effect", Mock(side_effect=errors.BaseMismatchError("other"))
-        )
-        with pytest.raises(errors.PoisonedError, match="were written"):
-            subscriber.update()
-    assert subscriber.version is None
-    assert subscriber.target.held() is None
     subscriber.update()
     assert run.matches(run.zeros)
 
