@@ -14,11 +14,12 @@ snapshot on the host, in any thread.
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -207,6 +208,11 @@ class LaneKind(NamedTuple):
     master: bool  # whether the weights are fp32 masters of bf16 ones
     resident: bool  # whether the snapshot is on the device
 
+    @classmethod
+    def of(cls, current: torch.dtype, wire: torch.dtype, *, resident: bool) -> "LaneKind":
+        master = current == torch.float32 and wire == torch.bfloat16
+        return cls(wire.itemsize, master, resident)
+
 
 class Compared(NamedTuple):
     """A tensor to compare with its bits in the snapshot."""
@@ -220,8 +226,7 @@ class Compared(NamedTuple):
 
     @property
     def kind(self) -> LaneKind:
-        master = self.current.dtype == torch.float32 and self.dtype == torch.bfloat16
-        return LaneKind(self.kept.element_size(), master, self.resident)
+        return LaneKind.of(self.current.dtype, self.dtype, resident=self.resident)
 
     def bits(self, start: int, numel: int) -> Tensor:
         """Return bits of consecutive weights, cast to the snapshot's dtype by torch."""
@@ -643,16 +648,22 @@ class DeviceDiff:
 
 
 @cache
-def compares_on(where: torch.device) -> bool:
+def compares_on(where: torch.device, current: torch.dtype, wire: torch.dtype) -> bool:
     """Return whether weights on a device are compared there, tried once in a process.
 
-    The kernels need Triton and a C compiler, which a machine may lack. Weights on other devices are
-    copied to the host and compared there.
+    The kernels of each kind of weights are compiled and tried on their first use. They need Triton
+    and a C compiler, which a machine may lack. Other weights are copied to the host and compared
+    there.
     """
     if where.type != "cuda" or find_spec("triton") is None:
         return False
+    return _agrees(where, LaneKind.of(current, wire, resident=False))
+
+
+@cache
+def _agrees(where: torch.device, kind: LaneKind) -> bool:
     try:
-        wrong = disagreements(where)
+        wrong = disagreements(where, [kind])
     except Exception as exc:  # noqa: BLE001 - compilers and drivers raise errors of any kind
         logger.warning("weights on %s are compared on the host: %s", where, exc)
         return False
@@ -661,20 +672,29 @@ def compares_on(where: torch.device) -> bool:
     return not wrong
 
 
-def disagreements(where: torch.device) -> list[str]:
-    """Return the kinds of tensors for which kernels of a device differ from those of the host."""
+KINDS: Final = (
+    *(LaneKind(width, master=False, resident=False) for width in INT_DTYPES),
+    LaneKind(2, master=True, resident=False),
+)
+
+
+def disagreements(where: torch.device, kinds: Iterable[LaneKind] = KINDS) -> list[str]:
+    """Return the kinds of tensors for which kernels of a device differ from those of the host.
+
+    Each is tried with a snapshot on the host and with one on the device.
+    """
     wrong = []
-    for name, current, wire, expected in _trials(where):
-        for resident in (False, True):
-            snapshot = torch.zeros(expected.size, dtype=INT_DTYPES[expected.itemsize])
-            kept = snapshot.to(where) if resident else snapshot
-            diff, found = DeviceDiff(where), dict[str, Changes]()
-            diff.add(Compared("w", kept, 0, current, wire, resident))
-            diff.settle(found)
-            changes = host.diff_(np.zeros(expected.size, expected.dtype), expected)
-            equal = "w" in found and all(map(np.array_equal, found["w"], changes))
-            if not (equal and np.array_equal(kept.cpu().numpy().view(expected.dtype), expected)):
-                wrong.append(f"{name}, snapshot on the {'device' if resident else 'host'}")
+    for kind, resident in product(kinds, (False, True)):
+        name, current, wire, expected = _trial(where, kind)
+        snapshot = torch.zeros(expected.size, dtype=INT_DTYPES[kind.width])
+        kept = snapshot.to(where) if resident else snapshot
+        diff, found = DeviceDiff(where), dict[str, Changes]()
+        diff.add(Compared("w", kept, 0, current, wire, resident))
+        diff.settle(found)
+        changes = host.diff_(np.zeros(expected.size, expected.dtype), expected)
+        equal = "w" in found and all(map(np.array_equal, found["w"], changes))
+        if not (equal and np.array_equal(kept.cpu().numpy().view(expected.dtype), expected)):
+            wrong.append(f"{name}, snapshot on the {'device' if resident else 'host'}")
     return wrong
 
 
@@ -687,13 +707,13 @@ class _Trial(NamedTuple):
     expected: Bits
 
 
-def _trials(where: torch.device) -> Iterator[_Trial]:
-    """Yield every width, and masters."""
+def _trial(where: torch.device, kind: LaneKind) -> _Trial:
     rng, numel = np.random.default_rng(1), BLOCK + 3
-    for width, dtype in INT_DTYPES.items():
-        bits: Bits = rng.integers(0, 256, numel * width, np.uint8).view(BITS_DTYPES[width])
-        signed = bits.view(f"<i{width}") if width > 1 else bits
-        yield _Trial(str(dtype), torch.from_numpy(signed).to(where), dtype, bits)
-    values = rng.standard_normal(numel, np.float32)
-    weights = torch.from_numpy(values).to(where)
-    yield _Trial("fp32", weights, torch.bfloat16, host.cast_bf16(values))
+    if kind.master:
+        values = rng.standard_normal(numel, np.float32)
+        weights = torch.from_numpy(values).to(where)
+        return _Trial("fp32", weights, torch.bfloat16, host.cast_bf16(values))
+    width, dtype = kind.width, INT_DTYPES[kind.width]
+    bits: Bits = rng.integers(0, 256, numel * width, np.uint8).view(BITS_DTYPES[width])
+    signed = bits.view(f"<i{width}") if width > 1 else bits
+    return _Trial(str(dtype), torch.from_numpy(signed).to(where), dtype, bits)

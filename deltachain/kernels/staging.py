@@ -6,6 +6,7 @@ take it back. A batch is decoded by one launch and staged by two; one more write
 different storages are reached through a table of addresses.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain.kernels import host
 from deltachain.kernels.segments import (
     ChangeBatch,
     PlacementTable,
@@ -27,15 +29,29 @@ from deltachain.kernels.segments import (
 from deltachain.kernels.torch_kernels import INT_DTYPES, signed
 from deltachain.types import StateDigest
 
+logger = logging.getLogger(__name__)
+
 BLOCK: Final = 512  # elements that a program works on at a time
 WARPS: Final = 16
 """Warps of a program, one thread an element: with more of them a thread, ptxas spills registers."""
 _BLOCKS: Final = {"BLOCK": BLOCK, "num_warps": WARPS}
 
 
+@cache
 def decodes_on(device: torch.device) -> bool:
-    """Return whether changes are decoded on a device; on others, the host decodes them."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    """Return whether changes are decoded and digested on a device, tried once in a process.
+
+    On others, and on those of a machine that lacks Triton or a C compiler, the host does.
+    """
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    bits = np.arange(3, dtype=np.uint16)
+    try:
+        found = digest((1, 2), torch.from_numpy(bits.view(np.int16)).to(device))
+    except Exception as exc:  # noqa: BLE001 - compilers and drivers raise errors of any kind
+        logger.warning("changes of weights on %s are decoded on the host: %s", device, exc)
+        return False
+    return found == host.digest((1, 2), bits)
 
 
 @cache
@@ -89,10 +105,9 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
         _programs().decode_segment,
         segments,
         *(buffer, rows, indices, values, verdict),
-        *(at[0], at[1] - at[0], at[sign], at[sign + 1], at[sign + 2]),
+        *(layout.gap, at[0], at[1] - at[0], at[sign], at[sign + 1], at[sign + 2]),
         *(at[planes], at[planes + 1] - at[planes]),
         WIDTH=layout.width,
-        GAP=layout.gap,
         ABSOLUTE=layout.absolute,
         **_BLOCKS,
     )

@@ -41,6 +41,7 @@ _BAD_LAST_GAP = tl.constexpr(int(Reason.LAST_GAP))
 _BAD_GAPS = tl.constexpr(int(Reason.GAPS))
 
 OFFSETS: Final = (
+    "gap",
     "gap_at",
     "gap_stride",
     "sign_at",
@@ -69,9 +70,17 @@ def _join(buffer, at, stride, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _offsets(buffer, row, indices, gap_at, gap_stride, GAP: tl.constexpr, BLOCK: tl.constexpr):
+def _gaps(buffer, at, stride, mask, gap):
+    """Join gap entries of one byte, or of two that lie in planes; 0 where masked."""
+    low = tl.load(buffer + at, mask=mask, other=0).to(tl.int32)
+    two = mask & (tl.zeros_like(low) + gap == 2)
+    return low | (tl.load(buffer + at + stride, mask=two, other=0).to(tl.int32) << 8)
+
+
+@triton.jit
+def _offsets(buffer, row, indices, gap, gap_at, gap_stride, BLOCK: tl.constexpr):
     """Decode the gaps of a segment to indices; return the reason to refuse it."""
-    LAST: tl.constexpr = (1 << (8 * GAP)) - 1
+    largest = tl.where(gap == 2, 0xFFFF, 0xFF)
     start, length = tl.load(row + _START), tl.load(row + _LENGTH)
     out = indices + tl.load(row + _FIRST)
     at = gap_at + tl.load(row + _GAP)
@@ -81,8 +90,8 @@ def _offsets(buffer, row, indices, gap_at, gap_stride, GAP: tl.constexpr, BLOCK:
     for begin in range(0, gaps, BLOCK):
         lane = begin + tl.arange(0, BLOCK)
         mask = lane < gaps
-        entry = _join(buffer, at + lane, gap_stride, mask, GAP).to(tl.int32)
-        given = (mask & (entry != LAST)).to(tl.int32)
+        entry = _gaps(buffer, at + lane, gap_stride, mask, gap)
+        given = (mask & (entry != largest)).to(tl.int32)
         advance = entry + given
         offset = passed + tl.cumsum(advance, 0) - 1
         rank = found + tl.cumsum(given, 0) - 1
@@ -94,9 +103,9 @@ def _offsets(buffer, row, indices, gap_at, gap_stride, GAP: tl.constexpr, BLOCK:
         lane = begin + tl.arange(0, BLOCK)
         tl.store(out + lane, tl.zeros([BLOCK], tl.int64) + start, mask=lane < nnz)
     one = tl.arange(0, 1)
-    last = tl.max(_join(buffer, at + gaps - 1 + one, gap_stride, one == 0, GAP), 0)
+    last = tl.max(_gaps(buffer, at + gaps - 1 + one, gap_stride, one == 0, gap), 0)
     reason = tl.where(passed > length, _BAD_LENGTH, 0)
-    reason = tl.where(last == LAST, _BAD_LAST_GAP, reason)
+    reason = tl.where(last == largest, _BAD_LAST_GAP, reason)
     return tl.where(found != nnz, _BAD_GAPS, reason)
 
 
@@ -182,6 +191,7 @@ def decode_segment(
     indices,
     values,
     verdict,
+    gap,
     gap_at,
     gap_stride,
     sign_at,
@@ -190,17 +200,17 @@ def decode_segment(
     plane_at,
     plane_stride,
     WIDTH: tl.constexpr,
-    GAP: tl.constexpr,
     ABSOLUTE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Decode one segment, and say why it is malformed, if it is.
 
-    ``*_at`` are offsets of streams in the buffer, strides those between planes.
+    ``gap`` is the number of bytes of a gap entry; ``*_at`` are offsets of streams in the buffer,
+    strides those between planes.
     """
     segment = tl.program_id(0)
     row = rows + segment * _COLUMNS
-    reason = _offsets(buffer, row, indices, gap_at, gap_stride, GAP, BLOCK)
+    reason = _offsets(buffer, row, indices, gap, gap_at, gap_stride, BLOCK)
     if ABSOLUTE:
         _absolute(buffer, row, values, plane_at, plane_stride, WIDTH, BLOCK)
     else:

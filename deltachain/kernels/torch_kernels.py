@@ -8,8 +8,9 @@ docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_``
 
 import logging
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +23,22 @@ from deltachain.types import BITS_DTYPES, Bits, StateDigest
 
 logger = logging.getLogger(__name__)
 
+_A = TypeVar("_A")
+_T = TypeVar("_T")
+
+
+PORTABLE: Final = 1  # flag of `cudaHostRegister`: pinned for every device
+
 
 def pin_(tensor: Tensor) -> bool:
-    """Pin the memory of a tensor on the host until the tensor goes away.
+    """Pin the memory of a tensor on the host, for every device, until the tensor goes away.
 
     ``Tensor.pin_memory`` copies to memory of the next power of two, which a snapshot cannot afford.
     """
     if not tensor.nbytes:
         return True
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-    code = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+    code = int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code != 0:
         logger.warning(
             "cannot pin %d bytes of host memory, CUDA error %d: they are copied more slowly",
@@ -92,6 +99,24 @@ def storage_bits(tensor: Tensor) -> Tensor:
 def on_host(tensor: Tensor) -> bool:
     """Return whether a tensor is on the host, where numpy works on its bits."""
     return tensor.device.type == "cpu"
+
+
+def on_streams_of_caller(
+    function: Callable[[_A], _T], devices: Iterable[torch.device]
+) -> Callable[[_A], _T]:
+    """Return a function that runs in any thread on the current streams of this one.
+
+    A thread begins on the default stream of each device, which does not wait for others.
+    """
+    streams = [torch.cuda.current_stream(one) for one in devices if one.type == "cuda"]
+
+    def run(argument: _A) -> _T:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            return function(argument)
+
+    return run if streams else function
 
 
 def live_bits(bits: Tensor) -> LiveBits:

@@ -450,7 +450,7 @@ class Snapshot:
                 continue
             if weight.frozen:
                 bits = wire_bits(weight)
-            elif self._compares(weight.tensor.device):
+            elif self._compares(weight):
                 kept, there = self._keep_of_device(weight, slabs)
                 if weight.element_map.axes is None:  # else neighbours are in different windows
                     for window in weight.element_map.windows(DEVICE_WINDOW_NUMEL):
@@ -512,8 +512,9 @@ class Snapshot:
             )
         return self._places[where]
 
-    def _compares(self, where: torch.device) -> bool:
-        return self._on_device or compares_on(where)
+    def _compares(self, weight: Weight) -> bool:
+        tensor, wire = weight.tensor, TORCH_DTYPES[weight.spec.dtype]
+        return self._on_device or compares_on(tensor.device, tensor.dtype, wire)
 
     def _diff_on(self, where: torch.device) -> DeviceDiff:
         if where not in self._diffs:
@@ -525,7 +526,7 @@ class Snapshot:
         if kept.resident and where != kept.slab.device:  # moved since the attach
             where = kept.slab.device
             weight = replace(weight, tensor=weight.tensor.detach().to(where))
-        elif not kept.resident and not self._compares(where):
+        elif not kept.resident and not self._compares(weight):
             if not torch_kernels.on_host(weight.tensor):
                 weight = replace(weight, tensor=weight.tensor.detach().to("cpu"))
             tensor, bits = weight.tensor.detach(), _unsigned(kept.bits)

@@ -440,21 +440,20 @@ class DeviceStager(Stager):
             place = segments.PlacementTable.build(
                 [segments.LivePlacement(0, 0, dims, live)], [(0, 0)], self.device
             )
-            for gap in (1, 2):
-                layout = segments.StreamLayout(width, gap, absolute=False)
-                bits = np.zeros(1, np.uint8)
-                one = segments.TensorStreams(
-                    tensor=0,
-                    numel=1,
-                    segments=np.array([(0, 1, 1, 1, 0, 0)]),
-                    planes=[NO_BYTES] * width,
-                    gaps=[bits] * gap,
-                    sign=bits,
-                    exception=bits,
-                )
-                batch = segments.pack(layout, [one], staging.allocator(self.device))
-                changes = staging.decode(batch, staging.upload(batch, self.device))
-                staging.write_(staging.stage(changes, place, [""]))
+            layout = segments.StreamLayout(width, 1, absolute=False)
+            bits = np.zeros(1, np.uint8)
+            one = segments.TensorStreams(
+                tensor=0,
+                numel=1,
+                segments=np.array([(0, 1, 1, 1, 0, 0)]),
+                planes=[NO_BYTES] * width,
+                gaps=[bits],
+                sign=bits,
+                exception=bits,
+            )
+            batch = segments.pack(layout, [one], staging.allocator(self.device))
+            changes = staging.decode(batch, staging.upload(batch, self.device))
+            staging.write_(staging.stage(changes, place, [""]))
 
     def stage(
         self, groups: Sequence[tuple[GroupPlan, Sequence[Sequence[LayoutStreams]]]]

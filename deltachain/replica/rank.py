@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from threading import Event, Lock, get_ident
 from typing import Any, Final, TypeAlias
@@ -75,6 +76,12 @@ def settled() -> Iterator[None]:
         settle()
 
 
+@cache
+def stage_stream(where: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all stages on a device: what one frees, no other stream can take."""
+    return torch.cuda.Stream(where)
+
+
 @contextmanager
 def own_stream(model: EngineModel) -> Iterator[None]:
     """Use a separate stream, so that staging does not queue behind the engine's kernels."""
@@ -82,7 +89,7 @@ def own_stream(model: EngineModel) -> Iterator[None]:
     if where.type != "cuda":
         yield
         return
-    with torch.cuda.device(where), torch.cuda.stream(torch.cuda.Stream(where)):
+    with torch.cuda.device(where), torch.cuda.stream(stage_stream(where)):
         yield
         torch.cuda.current_stream(where).synchronize()
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from deltachain.errors import DeltaChainError
-from tests.bench import anchor, apply, codec, detect, store
+from tests.bench import anchor, apply, codec, counts, detect, store
 
 SUBJECTS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -19,6 +19,7 @@ SUBJECTS: Final[Mapping[str, str]] = MappingProxyType(
         "detect": "finding changes",
         "apply": "writing changes",
         "anchor": "whole versions, from attaching to joining",
+        "counts": "launches, copies and Python of the device path, without a card",
         "store": "puts and gets of objects",
     }
 )
@@ -33,7 +34,7 @@ def main() -> int:
     if asked.subject == "anchor":
         nbytes = asked.mb * megabyte if asked.mb else anchor.NBYTES
         return anchor.main(json_output=asked.json, nbytes=nbytes)
-    mains = {"codec": codec.main, "detect": detect.main, "apply": apply.main}
+    mains = {"codec": codec.main, "detect": detect.main, "apply": apply.main, "counts": counts.main}
     return mains[asked.subject](json_output=asked.json)
 
 

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Compiled:
 def compile_for(
     arch: int,
     kernel: Any,
-    signature: Mapping[str, str],
+    types: Mapping[str, str],
     constants: Mapping[str, Any],
     warps: int = 4,
 ) -> Compiled:
@@ -35,7 +35,9 @@ def compile_for(
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    source = ASTSource(kernel, dict(signature), constexprs=dict(constants))
+    # In the order of the arguments, as a launch names them.
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=dict(constants))
     target = GPUTarget("cuda", arch, 32)
     done: Any = triton.compile(source, target=target, options={"num_warps": warps})
     ptx = done.asm["ptx"]
@@ -70,29 +72,33 @@ def variants() -> Iterator[tuple[int, dict[str, Any]]]:
                 yield width, {"master": master, "aligned": aligned}
 
 
-def main() -> int:
-    arch = int(sys.argv[1])
+def kernels(
+    some: Iterable[tuple[int, dict[str, Any]]],
+) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """Each kernel with types, constants and warps."""
     place = {"counts": "*i16", "blocks": "i32", "before": "*i64", "after": "*i64"}
     place |= {"starts": "*i64", "capacity": "i64"}
-    _say(arch, fused_diff.place_kernel, place, {"step": fused_diff.STEP}, 4)
-    for width, constants in variants():
+    yield fused_diff.place_kernel, place, {"step": fused_diff.STEP}, 4
+    for width, constants in some:
         kind = BITS[width]
         same = constants | {"bits": fused_diff.TYPES[width], "size": BLOCK}
         count = {"table": "*i64", "blocks": "i32", "counts": "*i16"}
-        _say(arch, fused_diff.count_kernel, count, same, fused_diff.WARPS)
+        yield fused_diff.count_kernel, count, same, fused_diff.WARPS
         write = count | {"starts": "*i64", "offsets": "*i16", "new": kind, "old": kind}
         for resident in (False, True):
-            both = same | {"resident": resident}
-            _say(arch, fused_diff.write_kernel, write, both, fused_diff.WARPS)
+            yield fused_diff.write_kernel, write, same | {"resident": resident}, fused_diff.WARPS
+
+
+def main() -> int:
+    for kernel in kernels(variants()):
+        _say(int(sys.argv[1]), *kernel)
     return 0
 
 
 def _say(
     arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int
 ) -> None:
-    # In the order of the arguments, as a launch names them.
-    named = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    done = compile_for(arch, kernel, named, constants, warps)
+    done = compile_for(arch, kernel, types, constants, warps)
     if constants.get("aligned"):
         assert "ld.global.v" in done.ptx, "aligned memory is read 16 bytes at a time"
     assert ".ftz" not in done.ptx, "subnormal numbers are numbers"

@@ -2,18 +2,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
-from deltachain.kernels import host, numba_kernels, staging, threaded, torch_kernels
+from deltachain.kernels import host, numba_kernels, segments, staging, threaded, torch_kernels
 from deltachain.kernels import torch_kernels as pinned
 from deltachain.kernels.device_diff import BLOCK, DeviceDiff, compares_on, spans_of
 from deltachain.kernels.protocol import (
@@ -318,7 +322,47 @@ def test_live_bits_choose_the_fastest_kernels() -> None:
     assert chosen == [host, torch_kernels]
     assert not same_bits(LIVE["host"], LIVE["device"])
     assert host.diff_ is numba_kernels.diff_
-    assert not compares_on(CPU)
+    assert not compares_on(CPU, torch.bfloat16, torch.bfloat16)
+
+
+def test_a_device_whose_programs_do_not_run_leaves_changes_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(staging, "find_spec", lambda _: True)
+    staging.decodes_on.cache_clear()
+    assert not staging.decodes_on(torch.device("cuda", 3))  # torch for CPUs has none
+    assert "cuda:3 are decoded on the host" in caplog.text
+    staging.decodes_on.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["cuda", "cuda:0", "cuda:1"])
+def test_a_table_may_be_for_a_device_without_an_index(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_row", lambda *_: [0] * 9)  # fake tensors have no address
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        live = LivePlacement(0, 0, [(5, 1, 1)], torch.zeros(5, dtype=torch.int16, device="cuda"))
+        with nullcontext() if where != "cuda:1" else pytest.raises(ValueError, match="cuda:1"):
+            table = PlacementTable.build([live], [(1, 2)], torch.device(where))
+            assert table.rows.device == torch.device("cuda:0")
+
+
+def test_threads_work_on_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def stream(one: str) -> Iterator[None]:
+        entered.append((one, get_ident()))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda one: f"{get_ident()} on {one}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    assert torch_kernels.on_streams_of_caller(abs, [CPU]) is abs
+    work = torch_kernels.on_streams_of_caller(abs, [CPU, torch.device("cuda", 1)])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work, -3).result() == 3
+        other = pool.submit(get_ident).result()
+    assert entered == [(f"{get_ident()} on cuda:1", other)]
 
 
 @pytest.mark.parametrize("kind", ["step", "absolute", "mixed"])

@@ -302,8 +302,9 @@ class PatchedTarget(Target, ABC):
             base_too=base_too,
         )
 
-    @staticmethod
-    def ordered(pool: Pool, function: Callable[[Piece], _T], some: Iterable[Piece]) -> Iterator[_T]:
+    def ordered(
+        self, pool: Pool, function: Callable[[Piece], _T], some: Iterable[Piece]
+    ) -> Iterator[_T]:
         """Call a function for pieces, large ones in threads; yield the results in order."""
         return pool.ordered(
             function,

@@ -4,14 +4,15 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain.chain import Chain
@@ -21,7 +22,7 @@ from deltachain.chain.identity import read_asset
 from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import Piece, TensorDelta, pieces
 from deltachain.kernels.protocol import kernels_for, same_bits
-from deltachain.kernels.torch_kernels import bits_of, live_bits
+from deltachain.kernels.torch_kernels import bits_of, live_bits, on_streams_of_caller
 from deltachain.subscribe.targets import tensor_patch
 from deltachain.subscribe.targets.base import HeldVersion, PatchedTarget, Write, write_all
 from deltachain.threads import Pool, cores
@@ -29,6 +30,8 @@ from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _CONFIG: Final = "config.json"
 
@@ -149,6 +152,13 @@ class TensorTarget(PatchedTarget):
     def is_altered(self) -> bool:
         # An address is not reused: the bits of a bound tensor keep its memory.
         return self._forms_of(self._current()) != self._forms
+
+    @override
+    def ordered(
+        self, pool: Pool, function: Callable[[Piece], _T], some: Iterable[Piece]
+    ) -> Iterator[_T]:
+        devices = {tensor.device for tensor in self._tensors.values()}
+        return super().ordered(pool, on_streams_of_caller(function, devices), some)
 
     def held(self) -> HeldVersion | None:
         return self._held

@@ -1,7 +1,8 @@
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -518,3 +519,35 @@ def test_a_rank_is_made_of_a_model_that_holds_its_checkpoint(bench: Bench) -> No
     kinds = {one.kind for one in again.report().values()}
     assert kinds == {"refused"}, "it holds something else"
     assert bench.model.holds(bench.new), "and holds it still"
+
+
+def test_all_stages_share_a_stream_since_others_cannot_take_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, entered = list[object](), list[object]()
+
+    def stream(where: torch.device) -> object:
+        made.append(where)
+        return object()
+
+    @contextmanager
+    def using(one: object) -> Iterator[None]:
+        entered.append(one)
+        yield
+
+    tensor = SimpleNamespace(device=torch.device("cuda", 1))
+    model: Any = SimpleNamespace(tensors=lambda: {"w": tensor})
+    current = SimpleNamespace(synchronize=lambda: None)
+    for name, fake in {
+        "Stream": stream,
+        "device": using,
+        "stream": using,
+        "current_stream": lambda _: current,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for _ in range(3):
+        with rank_module.own_stream(model):
+            pass
+    assert made == [tensor.device]
+    assert len(set(entered)) == 2
+    rank_module.stage_stream.cache_clear()

@@ -1,0 +1,278 @@
+"""Counts of the device path without a card, and what the floors of one make of them: a calculation.
+
+Launches do on the host what the counts need, and nothing else: tensors, batches, copies and Python
+are those of a device. Sizes are divided, numbers of tensors and batches are not.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deltachain.kernels import device_diff, fused_diff, host, staging
+from deltachain.kernels.device_diff import BLOCK, CopyStream
+from deltachain.publish import PublishConfig, Publisher, snapshot
+from deltachain.subscribe.targets.base import write_all
+from tests.bench import report
+from tests.bench.report import say
+from tests.gpu.diff import DENSE_8B, MOE_18K, ModelShape
+from tests.gpu.update import Scene
+
+DENSITY: Final = 0.005
+PCIE: Final = 55e9
+MEMORY: Final = 2.945e12
+LAUNCH_S: Final = 25e-6
+"""Bytes a second to the device, bytes a second of a copy on it, both sides counted, of one H100;
+seconds of Python and driver for a launch of Triton."""
+
+
+def _qwen3(name: str, hidden: int, inner: int, embeddings: int) -> ModelShape:
+    attention = (4096 * hidden, 1024 * hidden, 1024 * hidden, hidden * 4096, 128, 128)
+    layer = (*attention, *(inner * hidden,) * 3, hidden, hidden)
+    return ModelShape(name, (*(151936 * hidden,) * embeddings, *36 * layer, hidden))
+
+
+SHAPES: Final = {
+    "4.02 B": (_qwen3("Qwen3 4B", 2560, 9728, 1), 512),
+    "8.19 B": (_qwen3("Qwen3 8B", 4096, 12288, 2), 1024),
+    "18,721 tensors": (MOE_18K, 4096),
+}
+
+
+@dataclass
+class Device:
+    """What would run on a device: launches by program, distinct programs, and time to leave out."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    variants: set[tuple[Any, ...]] = field(default_factory=set)
+    seconds: float = 0.0
+
+    def launch(self, program: Any, _: int, *args: Any, **constants: Any) -> None:
+        start = time.thread_time()
+        name = program.fn.__name__
+        self.launches[name] += 1
+        kinds = (one.dtype if isinstance(one, Tensor) else type(one) for one in args)
+        self.variants.add((name, *kinds, *sorted((k, str(v)) for k, v in constants.items())))
+        found: Callable[..., None] | None = getattr(self, name, None)
+        if found is not None:
+            found(*args)
+        self.seconds += time.thread_time() - start
+
+    def count_kernel(self, table: Tensor, _: int, counts: Tensor) -> None:
+        counts.copy_((table[2] * DENSITY).to(torch.int16))
+
+    def place_kernel(
+        self, counts: Tensor, _: int, before: Tensor, after: Tensor, *rest: Any
+    ) -> None:
+        starts, _ = rest
+        begin, ends = before[2], counts.to(torch.int64).cumsum(0)
+        starts.copy_(begin + ends - counts)
+        after.copy_(torch.stack([begin, ends[-1], begin + ends[-1]]))
+
+    def write_kernel(
+        self, table: Tensor, _: int, counts: Tensor, starts: Tensor, *rest: Any
+    ) -> None:
+        offsets, new, old = rest
+        count = counts.to(torch.int64)
+        nth = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+        found = nth * (table[2] // count.clamp(min=1)).repeat_interleave(count)
+        here = slice(int(starts[0]), int(starts[0]) + nth.numel())
+        offsets[here] = found.to(torch.int16)
+        new[here] = 1
+        if old is not new:
+            old[here] = 0
+
+    def digest_blocks(self, head: Tensor, bits: Tensor, _: Tensor) -> None:
+        start = int(head[5])
+        key = int(head[2]) % (1 << 64), int(head[3]) % (1 << 64)
+        whole = bits.numpy().view(f"<u{bits.element_size()}")
+        found = host.digest(key, whole, start)
+        head[:2] = torch.from_numpy(np.array([found.lane0, found.lane1], np.uint64).view(np.int64))
+
+    def decode_segment(self, *args: Any) -> None:
+        args[4].zero_()
+
+    def count_block(self, blocks: Tensor, *args: Any) -> None:
+        args[3].copy_(blocks[:, 2])
+
+
+@contextmanager
+def device(shape: ModelShape, divisor: int) -> Iterator[Device]:
+    """Weights on the host are taken for those of a device, in as many batches as of this size."""
+    made = Device()
+
+    def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:
+        made.launch(program, grid, *args, **constants)
+
+    full = sum(-(-n // BLOCK) for n in shape.numels) * 2 * BLOCK / device_diff.BATCH_NBYTES
+    here = sum(-(-n // BLOCK) for n in shape.scaled(divisor).numels) * 2 * BLOCK
+    with ExitStack() as stack:
+        for target, name, fake in (
+            (fused_diff, "_launch", launch),
+            (staging, "launch", made.launch),
+            (staging, "decodes_on", lambda _: True),
+            (snapshot, "compares_on", lambda *_: True),
+            (device_diff, "BATCH_NBYTES", max(2 * BLOCK, int(here / full))),
+        ):
+            stack.enter_context(patch.object(target, name, fake))
+        yield made
+
+
+def model_of(shape: ModelShape) -> nn.Module:
+    made = nn.Module()
+    for number, numel in enumerate(shape.numels):
+        bits = torch.zeros(numel, dtype=torch.bfloat16)
+        made.register_parameter(f"w{number}", nn.Parameter(bits))
+    return made
+
+
+def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, float]:
+    """Counts of one publish, and of the attach before it."""
+    small = shape.scaled(divisor)
+    copies, waits = list[int](), list[Any]()
+    original, wait = CopyStream.send_into, CopyStream.wait
+
+    def send_into(self: CopyStream, room: Tensor, bits: Tensor) -> None:
+        start = time.thread_time()
+        copies.append(bits.nbytes)
+        original(self, room, bits)
+        card.seconds += time.thread_time() - start
+
+    def waited(self: CopyStream, event: Any) -> None:
+        waits.append(event)
+        wait(self, event)
+
+    with (
+        tempfile.TemporaryDirectory() as url,
+        device(shape, divisor) as card,
+        patch.object(CopyStream, "send_into", send_into),
+        patch.object(CopyStream, "wait", waited),
+    ):
+        config = PublishConfig(url=url, dtype="BF16", snapshot="device" if resident else "host")
+        with Publisher(config).attach(model_of(small)) as publisher:
+            publisher.flush()
+            attached = card.launches.total()
+            publisher.publish(step=1).result()
+            before, python = Counter(card.launches), []
+            for step in (2, 3, 4):
+                copies.clear()
+                waits.clear()
+                card.seconds, start = 0.0, time.thread_time()
+                future = publisher.publish(step=step)
+                python.append(time.thread_time() - start - card.seconds)
+                future.result()
+        launches = (card.launches - before).total() / 3
+    nnz = DENSITY * shape.numel
+    crossing = 0 if resident else 2 * shape.numel
+    read = 3 if resident else 0
+    return {
+        "launches at attach": attached,
+        "programs": len(card.variants),
+        "launches": launches,
+        "copies": len(copies),
+        "waits": len(waits),
+        "Python ms": 1e3 * min(python),
+        "blocks s": max(crossing / PCIE, 8 * shape.numel / MEMORY)
+        + launches * LAUNCH_S * resident
+        + min(python)
+        + (4 + 2 * (read > 0)) * nnz / PCIE,
+        "floor s": 2 * shape.numel / PCIE if not resident else 4 * shape.numel / MEMORY,
+    }
+
+
+def staging_of(shape: ModelShape, divisor: int) -> dict[str, float]:
+    """Counts of one stage and swap in a rank."""
+    with device(shape, divisor) as card:
+        scene = Scene(shape.scaled(divisor), "cpu")
+        crossed, seconds, swaps = 0, [], []
+        upload = staging.upload
+
+        def counted(batch: Any, where: torch.device) -> Tensor:
+            nonlocal crossed
+            crossed += batch.buffer.nbytes
+            return upload(batch, where)
+
+        with patch.object(staging, "upload", counted), report.one_core():
+            for _ in range(4):
+                crossed, before = 0, card.launches.total()
+                card.seconds, start = 0.0, time.process_time()
+                staged = scene.stage()
+                seconds.append(time.process_time() - start - card.seconds)
+                launches, before = card.launches.total() - before, card.launches.total()
+                card.seconds, start = 0.0, time.process_time()
+                write_all(staged.writes(scene.shares.__getitem__), 1)
+                swaps.append(time.process_time() - start - card.seconds)
+    return {
+        "programs": len(card.variants),
+        "launches": launches,
+        "launches of a swap": card.launches.total() - before,
+        "host ms": 1e3 * min(seconds),
+        "swap host ms": 1e3 * min(swaps),
+        "us a tensor": 1e6 * min(seconds) / len(shape.numels),
+        "bytes a change": crossed / scene.nnz,
+    }
+
+
+def compiling() -> dict[str, float]:
+    """Seconds to compile the programs of a bf16 model for sm_90, cold and from Triton's cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = {}
+        for name in ("cold s", "warm s"):
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.contract.compiled", "few"],
+                env={**os.environ, "TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"},
+                cwd=Path(__file__).resolve().parents[2],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            said[name] = float(done.stdout.split()[-1])
+    return said
+
+
+def run() -> Mapping[str, Any]:
+    found: dict[str, Any] = {"benchmark": "counts", "publish": {}, "stage": {}}
+    for name, (shape, divisor) in SHAPES.items():
+        for resident in (False, True):
+            place = "device" if resident else "host"
+            row = publishing(shape, divisor, resident=resident)
+            say(f"{name}, snapshot on the {place}: {row}")
+            found["publish"][f"{name}, {place}"] = row
+    shapes = {"291 tensors": (DENSE_8B, 1024), **SHAPES}
+    for name, (shape, divisor) in shapes.items():
+        found["stage"][name] = staging_of(shape, divisor)
+        say(f"stage {name}: {found['stage'][name]}")
+    found["compile"] = compiling()
+    return {**found, "machine": report.machine()}
+
+
+CAVEAT: Final = "A calculation from counts: nothing of it ran on a card."
+
+
+def main(*, json_output: bool) -> int:
+    result = run()
+    tables = []
+    for title in ("publish", "stage"):
+        rows = result[title]
+        columns = list(next(iter(rows.values())))
+        table = report.grid(title, "", *columns)
+        for name, row in rows.items():
+            table.add_row(name, *(f"{row[column]:.4g}" for column in columns))
+        tables.append(table)
+    table = report.grid("compile", "", "s")
+    for name, seconds in result["compile"].items():
+        table.add_row(name, f"{seconds:.2f}")
+    report.emit(result, [*tables, table], json_output=json_output, caveat=CAVEAT)
+    return 0
