@@ -6,7 +6,7 @@
     python -m tests.engines.modes --rows NAME ...   # these, again; with --versions 30 for longer
     python -m tests.engines.modes --rows --write    # none; the table into the engine's README
 
-Rows, logs and checkpoints are kept in the folder ``modes``. The README keeps rows that it alone has.
+Rows, logs and checkpoints are kept in the folder ``modes``; rows that a README alone has, in it.
 """
 
 import argparse
@@ -429,7 +429,7 @@ class Trying:
     def is_at(self, version: int) -> None:
         """Assert that every server holds a version, and generates with it."""
         for replica in self.replicas:
-            found = replica.server.wait_for(lambda status: status["version"] == version)
+            replica.server.wait_for(lambda status: status["version"] == version)
             if not self.mode.fresh:
                 assert replica.goes_on_as(version)
                 self.tokens += 8 * 24
@@ -580,7 +580,7 @@ def table(rows: Iterable[Mapping[str, str]], of: str) -> str:
         if "said" in row:
             found[found.index("")] = " ".join(row["said"].split()).replace("|", "/")[:LONGEST]
         shown = row["mode"] if row["engine"] == of else f"{row['mode']}, {row['engine']}"
-        lines.append(f"| {' | '.join([shown, *found])} |")
+        lines.append(f"| {' | '.join([shown, *(cell.partition('. ')[0] for cell in found)])} |")
     return "\n".join(lines)
 
 

@@ -31,15 +31,15 @@ def _gather(group: Any, given: Any, dim: int = 0, sizes: Sequence[int] | None = 
     return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)])
 
 
-def _scatter(group: Any, given: Tensor, dim: int = -1, sizes: Any = None) -> Tensor:
+def _scatter(group: Any, given: Tensor, dim: int = -1, sizes: Any = None) -> Any:
     del dim
     whole = given.contiguous().clone()
     distributed.all_reduce(whole, group=group.device_group)
     return whole.split(sizes or len(whole) // group.world_size)[group.rank_in_group]
 
 
-CpuCommunicator.all_gatherv = _gather  # type: ignore[method-assign]
-CpuCommunicator.reduce_scatterv = _scatter  # type: ignore[method-assign]
+CpuCommunicator.all_gatherv = _gather
+CpuCommunicator.reduce_scatterv = _scatter
 
 
 class WorkerExtension(strikes.WorkerExtension):
