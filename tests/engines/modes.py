@@ -337,7 +337,7 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             make=MOE,
             arguments=("--ep-num-redundant-experts", "2", "--init-expert-location", SLOTS),
         ),
-        "`--enable-eplb`": Mode(
+        "`--enable-eplb`, with `torch.cpu.empty_cache`": Mode(
             tp=2,
             make=MOE,
             arguments=("--ep-size", "2", "--enable-eplb", *BALANCE),
@@ -568,7 +568,7 @@ def known(readme: str) -> tuple[str, dict[tuple[str, str], dict[str, str]]]:
     for line in shown.splitlines()[2:]:
         named, *each = map(str.strip, line.strip("|").split("|"))
         mode, at = re.findall(r"^(.*?)(?:, (\d\S*))?$", named)[0]
-        row = {"mode": mode, "engine": at or of, **dict(zip(COLUMNS, each, strict=True))}
+        row = {"mode": mode, "engine": at or of, **dict(zip(COLUMNS, each, strict=False))}
         found[mode, at or of] = row
     return of, found
 
@@ -580,7 +580,8 @@ def table(rows: Iterable[Mapping[str, str]], of: str) -> str:
         if "said" in row:
             found[found.index("")] = " ".join(row["said"].split()).replace("|", "/")[:LONGEST]
         shown = row["mode"] if row["engine"] == of else f"{row['mode']}, {row['engine']}"
-        lines.append(f"| {' | '.join([shown, *(cell.partition('. ')[0] for cell in found)])} |")
+        cells = [shown, *(cell.partition(". ")[0] for cell in found)]
+        lines.append(f"| {' | '.join(cells).rstrip(' |')} |")
     return "\n".join(lines)
 
 
