@@ -6,7 +6,7 @@
     python -m tests.engines.modes --rows NAME ...   # these, again; with --versions 30 for longer
     python -m tests.engines.modes --rows --write    # none; the table into the engine's README
 
-Rows, logs and checkpoints are kept in the folder ``modes``.
+Rows, logs and checkpoints are kept in the folder ``modes``; rows that a README alone has, in it.
 """
 
 import argparse
@@ -52,6 +52,11 @@ README: Final = ROOT / f"{ENGINE}_ext" / "README.md"
 DEAD: Final = {"vllm": "EngineDeadError"}.get(ENGINE, "Scheduler hit an exception")
 LONGEST: Final = 180
 """Characters of what an engine says in a table."""
+
+TABLE: Final = re.compile(r"(?s)<!-- modes (\S+) -->\n\n(.*?)\n\n<!-- end -->")
+"""The table in a README, and the version of the engine in rows that name none."""
+
+AT: Final = version(ENGINE).partition("+")[0]
 
 
 class Headed:
@@ -332,7 +337,7 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
             make=MOE,
             arguments=("--ep-num-redundant-experts", "2", "--init-expert-location", SLOTS),
         ),
-        "`--enable-eplb`": Mode(
+        "`--enable-eplb`, with `torch.cpu.empty_cache`": Mode(
             tp=2,
             make=MOE,
             arguments=("--ep-size", "2", "--enable-eplb", *BALANCE),
@@ -424,8 +429,7 @@ class Trying:
     def is_at(self, version: int) -> None:
         """Assert that every server holds a version, and generates with it."""
         for replica in self.replicas:
-            found = replica.server.wait_for(lambda status: status["version"] == version)
-            assert found["version"] == version
+            replica.server.wait_for(lambda status: status["version"] == version)
             if not self.mode.fresh:
                 assert replica.goes_on_as(version)
                 self.tokens += 8 * 24
@@ -434,6 +438,9 @@ class Trying:
                 assert self.said.setdefault(version, shown) == shown
                 others = [said for other, said in self.said.items() if other != version]
                 assert shown not in others, f"other versions are alike {version}"
+            last = replica.server.status()["last"]
+            # A scrub that found other bits on a rank would have written them anew.
+            assert replica.server.post("scrub").json()["last"] == last
 
     def follow(self) -> str:
         if self.mode.fresh:
@@ -540,7 +547,7 @@ def run(name: str, versions: int) -> dict[str, str]:
     folder = KEPT / re.sub(r"\W+", "-", name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    row, began = {"mode": name, "engine": version(ENGINE)}, time.monotonic()
+    row, began = {"mode": name, "engine": AT}, time.monotonic()
     try:
         for column, cell in cells(MODES[ENGINE][name], folder, versions):
             row[column] = cell
@@ -554,15 +561,27 @@ def run(name: str, versions: int) -> dict[str, str]:
     return {**row, "seconds": f"{time.monotonic() - began:.0f}"}
 
 
-def table(rows: Iterable[Mapping[str, str]]) -> str:
+def known(readme: str) -> tuple[str, dict[tuple[str, str], dict[str, str]]]:
+    """Return the version of a README's table, and its rows by mode and version of the engine."""
+    of, shown = TABLE.findall(readme)[0]
+    found = {}
+    for line in shown.splitlines()[2:]:
+        named, *each = map(str.strip, line.strip("|").split("|"))
+        mode, at = re.findall(r"^(.*?)(?:, (\d\S*))?$", named)[0]
+        row = {"mode": mode, "engine": at or of, **dict(zip(COLUMNS, each, strict=False))}
+        found[mode, at or of] = row
+    return of, found
+
+
+def table(rows: Iterable[Mapping[str, str]], of: str) -> str:
     lines = [f"| mode | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for row in rows:
         found = [row.get(column, "") for column in COLUMNS]
         if "said" in row:
             found[found.index("")] = " ".join(row["said"].split()).replace("|", "/")[:LONGEST]
-        known = row["engine"] == version(ENGINE)
-        shown = row["mode"] if known else f"{row['mode']}, {row['engine']}"
-        lines.append(f"| {' | '.join([shown, *found])} |")
+        shown = row["mode"] if row["engine"] == of else f"{row['mode']}, {row['engine']}"
+        cells = [shown, *(cell.partition(". ")[0] for cell in found)]
+        lines.append(f"| {' | '.join(cells).rstrip(' |')} |")
     return "\n".join(lines)
 
 
@@ -581,17 +600,19 @@ def main() -> None:
     kept = KEPT / "rows.jsonl"
     done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     rows = {(row["mode"], row["engine"]): row for row in done}
-    at = version(ENGINE)
-    left = [name for name in MODES[ENGINE] if is_wrong(rows.get((name, at), {"said": "WRONG"}))]
+    left = [name for name in MODES[ENGINE] if is_wrong(rows.get((name, AT), {"said": "WRONG"}))]
     for name in left if given.rows is None else given.rows:
-        rows[name, at] = row = run(name, given.versions)
+        rows[name, AT] = row = run(name, given.versions)
         with kept.open("a") as file:
             file.write(json.dumps(row) + "\n")
-    made = table([row for name in MODES[ENGINE] for row in rows.values() if row["mode"] == name])
+    text = README.read_text()
+    of, found = known(text)
+    every = (found | rows).values()
+    made = table([row for name in MODES[ENGINE] for row in every if row["mode"] == name], of)
     print(made)  # noqa: T201
     if given.write:
-        text, block = README.read_text(), f"<!-- modes -->\n\n{made}\n\n<!-- end -->"
-        README.write_text(re.sub(r"(?s)<!-- modes -->.*?<!-- end -->", lambda _: block, text))
+        block = f"<!-- modes {of} -->\n\n{made}\n\n<!-- end -->"
+        README.write_text(TABLE.sub(lambda _: block, text))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,13 @@ def test_sglang_is_the_pinned_one_and_supported() -> None:
     assert found["deltachain"] is importlib.import_module("deltachain_sglang").register
 
 
+def test_a_table_of_modes_keeps_rows_that_were_not_run_here() -> None:
+    modes = importlib.import_module("tests.engines.modes")
+    text = modes.README.read_text(encoding="utf-8")
+    of, rows = modes.known(text)
+    assert f"<!-- modes {of} -->\n\n{modes.table(rows.values(), of)}\n\n<!-- end -->" in text
+
+
 @pytest.mark.slow
 def test_every_candidate_of_the_benchmark_has_a_figure() -> None:
     """What it measures is proven, at a size whose figures mean nothing."""

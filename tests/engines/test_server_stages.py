@@ -22,7 +22,7 @@ STAGES: Final[dict[str, Any]] = {
     "vllm": {"arguments": ("--pipeline-parallel-size", "2", *COMPILED)},
     "sglang": {
         "arguments": ("--pp-size", "2"),
-        "environment": {"DELTACHAIN_PAUSE": "abort", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        "environment": {"DELTACHAIN_PAUSE": "abort"},
     },
 }
 

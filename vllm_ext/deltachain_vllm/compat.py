@@ -38,8 +38,7 @@ def check_layout(config: Any) -> None:
     balanced = getattr(parallel, "local_engines_only", False)
     if balanced and parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise UnsupportedEngineError(
-            "engines of several servers share the experts of this model and step together, so that "
-            "none can pause alone",
+            "engines of several servers share experts, so that none can pause alone",
             hint="let one server balance over all engines, without --data-parallel-rank, "
             "--data-parallel-hybrid-lb and --data-parallel-external-lb",
         )

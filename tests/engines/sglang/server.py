@@ -33,10 +33,11 @@ class SglangServer(Server):
         ]
 
     def variables(self, options: Options) -> dict[str, str]:
+        stages = 2 if "--pp-size" in options.arguments else 1
         return {
             "SGLANG_USE_CPU_ENGINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp * options.dp),
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp * options.dp * stages),
         }
 
     def generate(self, prompt: Sequence[int], length: int, adapter: str = "") -> Generated:
