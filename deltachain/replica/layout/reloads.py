@@ -143,8 +143,9 @@ class Trial:
                 self._put_back(part)
                 left += part
             else:
-                if len(parts) > 1 and self.method in RELOADS:
-                    self.state.release(part, partial(self._load, part))
+                followed = [group for group in part if group.names[0] not in tried.refused]
+                if len(parts) > 1 and followed and self.method in RELOADS:
+                    self.state.release(followed, partial(self._load, followed))
         return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
