@@ -51,7 +51,9 @@ def repack(
         _make_scales(layer)
     load()
     packed = chosen.union(layer for layer, _ in tied).difference(last)
-    _process([one for one in every if one in packed], {one: of for (one, _), (of, _) in tied.items()})
+    _process(
+        [one for one in every if one in packed], {one: of for (one, _), (of, _) in tied.items()}
+    )
     for layer, buffers in aliases.items():
         _put_aliases_back(layer, buffers)
     _process(scaled)
