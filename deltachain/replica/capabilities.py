@@ -1,7 +1,7 @@
 """What deltachain does with an engine, and the names of the engine that each takes.
 
-Names are looked up in loaded modules or the engine's source: nothing is imported, so it is examined before
-it loads.
+Names are looked up in loaded modules, else in the engine's source: nothing of it is imported, so it
+can be examined before it loads.
 """
 
 import ast
