@@ -527,7 +527,7 @@ def _holds_tensors(value: Any) -> bool:
 
 def container_of(value: Any) -> Any:
     """Return a container itself, or the attributes of an object; ``None`` for anything else."""
-    kind = _kind_of(type(value))
+    kind = _kind_of(type(value))  # type: ignore[arg-type] # types are hashable
     if kind == "object":
         return getattr(value, "__dict__", None)
     return value if kind == "container" else None
