@@ -1,18 +1,21 @@
 """What deltachain does with an engine, and the names of the engine that each takes.
 
-Names are looked up in the engine's source: nothing of it is imported, so it can be examined before
-it loads.
+Names are looked up in loaded modules, else in the engine's source: nothing of it is imported, so it
+can be examined before it loads.
 """
 
 import ast
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
+from operator import attrgetter
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from deltachain.errors import EngineVersionError
 
@@ -106,10 +109,26 @@ def is_there(name: str) -> bool:
     module, _, members = path.partition(":")
     wanted = {one.strip() for one in parameters.rstrip(")").split(",")} - {""}
     try:
+        if _is_loaded(module, members, wanted if bracket else None):
+            return True
         found = _resolved(module, members.split(".") if members else [])
         return found is not None and (not bracket or _takes(found, wanted))
     except RecursionError:  # of modules or classes that look the name up in each other
         return False
+
+
+def _is_loaded(module: str, members: str, wanted: set[str] | None) -> bool:
+    """Return whether a loaded module has a name; if not, its source decides, in a second."""
+    try:
+        found: Any = attrgetter(members)(sys.modules[module]) if members else sys.modules[module]
+        given = signature(found).parameters.values() if wanted is not None else ()
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return False
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in given):
+        return False  # what a wrapper takes
+    names = {one.name for one in given} - {"self", "cls"}
+    needed = names.intersection(one.name for one in given if one.default is one.empty)
+    return wanted is None or needed <= wanted <= names
 
 
 @cache

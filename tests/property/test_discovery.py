@@ -523,16 +523,20 @@ def test_tensors_keep_their_places_and_views_of_them_follow(
     assert not outcome.refused
 
 
+@pytest.mark.parametrize("seed", [210084, 210129, 210296])
 def test_parts_of_a_model_are_restored_by_the_loads_that_were_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repack raises midway, once what the layer computes with is no longer kept."""
+    """A repack raises midway, once what the layer computes with is no longer kept.
+
+    It may lose a bias that no output shows; a reload of a weight without it does nothing.
+    """
     for module in (derived, reloads):
         monkeypatch.setattr(module, "PART", 1)
     monkeypatch.setattr(
         trial_run, "_kept", lambda one, other: differences(served(one), served(other))
     )
-    assert not run(modules(210084), tmp_path / "engine").is_fault
+    assert not run(modules(seed), tmp_path / "engine").is_fault
 
 
 COUNTS = {"loaders": 20_000, "modules": 2_000, "shares": 1_000}

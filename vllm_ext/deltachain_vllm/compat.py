@@ -287,6 +287,28 @@ def process(layer: nn.Module) -> None:
             layer.update_param_tp_status()  # type: ignore[operator]
 
 
+_MULTIPLIES: Final = "cpu_linear"
+"""Attribute of layers on CPUs: a function that multiplies by the weight, or by a packed copy."""
+
+
+def computes_alike(layer: Any, packed: Any) -> bool:
+    """Let a layer multiply by what was packed of the same weight for another; return whether.
+
+    vLLM packs a head twice that is tied to its embedding. Only layers without a bias can share.
+    """
+    weights = [one._parameters.get("weight") for one in (layer, packed)]
+    if any(one is None or not one.numel() for one in weights):
+        return False
+    kinds = [(type(_method_of(one)), one._parameters.get("bias")) for one in (layer, packed)]
+    forms = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in weights]
+    if kinds[0] != kinds[1] or kinds[0][1] is not None or forms[0] != forms[1]:
+        return False
+    if is_quantised(layer) or not all(_MULTIPLIES in vars(one) for one in (layer, packed)):
+        return False
+    setattr(layer, _MULTIPLIES, getattr(packed, _MULTIPLIES))
+    return True
+
+
 def is_quantised(layer: nn.Module) -> bool:
     """Return whether a layer has quantised weights, or scales of keys and values."""
     method = _method_of(layer)

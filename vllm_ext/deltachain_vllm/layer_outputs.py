@@ -228,8 +228,9 @@ def _compare(name: str, layer: nn.Module, columns: Columns) -> None:
     except Exception as exc:  # noqa: BLE001 - a layer that cannot be run by itself
         logger.debug("%s cannot be compared: %s", name, exc)
         return
-    if found.shape != columns.values.shape or not torch.equal(
-        *map(_normal, (found, columns.values))
+    pair = found, columns.values
+    if found.shape != columns.values.shape or not (
+        torch.equal(*pair) or torch.equal(*map(_normal, pair))
     ):
         raise TensorMismatchError(
             f"{name} was packed from another weight than was loaded",

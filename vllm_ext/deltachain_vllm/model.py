@@ -50,9 +50,12 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
 
 def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
     """Pack layers tied to a reloaded layer again, since no tensors are loaded into them."""
-    held = {address_of(p) for layer in touched for p in layer._parameters.values()} - {0}
+    held = {address_of(p): layer for layer in touched for p in layer._parameters.values()}
+    held.pop(0, None)
     for layer in model.modules():
-        if layer not in touched and any(address_of(p) in held for p in layer._parameters.values()):
+        tied = [held.get(address_of(p)) for p in layer._parameters.values()]
+        first = next(filter(None, tied), None) if layer not in touched else None
+        if first is not None and not compat.computes_alike(layer, first):
             compat.process(layer)
 
 

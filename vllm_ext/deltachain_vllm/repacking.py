@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -51,7 +51,9 @@ def repack(
         _make_scales(layer)
     load()
     packed = chosen.union(layer for layer, _ in tied).difference(last)
-    _process([one for one in every if one in packed])
+    _process(
+        [one for one in every if one in packed], {one: of for (one, _), (of, _) in tied.items()}
+    )
     for layer, buffers in aliases.items():
         _put_aliases_back(layer, buffers)
     _process(scaled)
@@ -73,8 +75,12 @@ def _last(every: Iterable[nn.Module], chosen: set[nn.Module]) -> list[nn.Module]
     return [one for one in every if compat.acts_last(one) and not chosen.isdisjoint(one.modules())]
 
 
-def _process(layers: Iterable[nn.Module]) -> None:
+def _process(
+    layers: Iterable[nn.Module], tied: Mapping[nn.Module, nn.Module] = MappingProxyType({})
+) -> None:
     for layer in layers:
+        if layer in tied and compat.computes_alike(layer, tied[layer]):
+            continue
         with compat.as_before_processing(layer):
             compat.process(layer)
 

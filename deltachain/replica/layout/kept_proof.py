@@ -27,6 +27,7 @@ from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.spool import make_folder
+from deltachain.threads import Pool, cores
 from deltachain.types import Bits
 
 from .classes import ON_HOST, Form, TensorClass
@@ -127,9 +128,11 @@ def find_layout(model: EngineModel, source: LoadedCheckpoint, folder: Path | Non
 
 def loaded_digest(state: ModelState, layers: frozenset[str], copies: Mapping[str, Bits]) -> str:
     """Return a digest of copies on the host, and of what layers hold and compute."""
-    specs, digest = state.source.specs, blake3()
-    for name, bits in sorted(copies.items()):
-        digest.update(f"{name} {host.digest(digest_key(specs[name]), bits)}\n".encode())
+    specs, digest, names = state.source.specs, blake3(), sorted(copies)
+    with Pool(cores()) as pool:
+        found = pool.map(lambda name: host.digest(digest_key(specs[name]), copies[name]), names)
+        for name, one in zip(names, found, strict=True):
+            digest.update(f"{name} {one}\n".encode())
     for name, tensor in sorted(state.tensors.items()):
         if state.owner[name] in layers:
             digest.update(f"{name} {fingerprint(tensor, (0, 1))}\n".encode())

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain, combinations
 from operator import is_
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -423,23 +423,27 @@ def restoring(members: Members) -> Iterator[None]:
 
 def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a module itself, with its dotted path."""
-    return ((path, value) for path, value in _values_in(module) if isinstance(value, Tensor))
+    return _values_in(module, Tensor)
 
 
 def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
-    return ((path, value) for path, value in _values_in(module) if isinstance(value, float))
+    return _values_in(module, float)
 
 
-def _values_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _values_in(module: nn.Module, wanted: type) -> Iterator[tuple[str, Any]]:
     paths = {id(vars(module)): ""}
     for container in containers_of(module):
         prefix = paths[id(container)]
         for key, value in items(container).items() if container else ():
+            is_wanted, inner = isinstance(value, wanted), container_of(value)
+            if not is_wanted and inner is None:
+                continue
             bare = not prefix and key in ("_parameters", "_buffers")
             path = prefix if bare else f"{prefix}.{key}" if prefix else str(key)
-            if type(value) not in LEAVES:
-                paths.setdefault(id(container_of(value)), path)
-            yield path, value
+            if inner is not None:
+                paths.setdefault(id(inner), path)
+            if is_wanted:
+                yield path, value
 
 
 def same_number(one: float | None, other: float | None) -> bool:
@@ -523,19 +527,25 @@ def _holds_tensors(value: Any) -> bool:
 
 def container_of(value: Any) -> Any:
     """Return a container itself, or the attributes of an object; ``None`` for anything else."""
-    if type(value) in LEAVES:
-        return None
-    if isinstance(value, dict | list | tuple | set):
-        return value
-    is_plain = not isinstance(value, nn.Module | Tensor | type | ModuleType | FunctionType)
-    is_whole = hasattr(type(value), "__del__") or is_configuration(value)
-    return vars(value) if is_plain and hasattr(value, "__dict__") and not is_whole else None
+    kind = _kind_of(type(value))  # type: ignore[arg-type] # types are hashable
+    if kind == "object":
+        return getattr(value, "__dict__", None)
+    return value if kind == "container" else None
+
+
+@cache
+def _kind_of(of: type) -> Literal["container", "object", "leaf"]:
+    if issubclass(of, dict | list | tuple | set):
+        return "container"
+    is_plain = not issubclass(of, nn.Module | Tensor | type | ModuleType | FunctionType)
+    is_whole = hasattr(of, "__del__") or of.__name__.endswith(CONFIGURATION)
+    return "object" if is_plain and not is_whole and of not in LEAVES else "leaf"
 
 
 def items(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
         return dict(container)
-    if isinstance(container, list | tuple):
+    if not isinstance(container, set):
         return dict(enumerate(container))
     return {id(value): value for value in container}
 

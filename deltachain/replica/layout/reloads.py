@@ -143,8 +143,9 @@ class Trial:
                 self._put_back(part)
                 left += part
             else:
-                if len(parts) > 1 and self.method in RELOADS:
-                    self.state.release(part, partial(self._load, part))
+                followed = [group for group in part if group.names[0] not in tried.refused]
+                if len(parts) > 1 and followed and self.method in RELOADS:
+                    self.state.release(followed, partial(self._load, followed))
         return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
@@ -322,10 +323,11 @@ class _Seen:
         before, others = before or self.trial.state, others or picked
         changed = before.changed()
         self.touched |= changed
+        followed = before.follows(self._reached(picked, changed, before))
         for name, group in picked.items():
             if not self.trial.findings.placements[name]:  # it may be stored at unrecorded places
                 self.moved |= _displaced(self.trial, group.names, others)
-            why = self._judge(name, group, changed, before)
+            why = self._judge(name, group, changed, before, followed)
             if why:
                 raise TensorMismatchError(why, tensor=name)
         self._expect_followed(picked, changed, before)
@@ -344,8 +346,23 @@ class _Seen:
                 f"{layer} does not change with {min(picked)}", tensor=min(picked)
             )
 
+    def _reached(
+        self, picked: Mapping[str, LoadGroup], changed: frozenset[str], state: ModelState
+    ) -> frozenset[str]:
+        """Return all layers that may have to follow the picked tensors."""
+        every, links = frozenset(state.modules), self.trial.links
+        layers = frozenset().union(*(group.layers or every for group in picked.values()))
+        live = [state.tensors[name] for name in changed if state.owner.get(name) in layers]
+        linked = [links.get(name, frozenset()) for name in picked]
+        return layers.union(*linked, *map(state.memory.overlapping, live))
+
     def _judge(
-        self, name: str, group: LoadGroup, changed: frozenset[str], state: ModelState
+        self,
+        name: str,
+        group: LoadGroup,
+        changed: frozenset[str],
+        state: ModelState,
+        followed: frozenset[str],
     ) -> str:
         """Return why a tensor is not followed; empty if it is, or if other tests must show it.
 
@@ -357,7 +374,7 @@ class _Seen:
         live = {n for n in changed if n in state.owner and state.owner[n] in layers}
         holders = [state.memory.overlapping(state.tensors[n]) for n in live]
         needed = trial.links.get(name, frozenset()).union(*holders)
-        found = state.follows(layers | needed)
+        found = followed & (layers | needed)
         if not found & layers and not live:
             self.idle.add(name)
             must = trial.findings.placements[name] or trial.method == "loaded"

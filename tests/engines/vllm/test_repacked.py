@@ -27,10 +27,10 @@ from deltachain.replica.rank import Rank
 from deltachain_vllm.compat import own_loader
 from deltachain_vllm.model import VllmModel
 from tests.engines.families import checkpoint
-from tests.engines.matrix import attached, changed, copied, deltas, live
+from tests.engines.matrix import attached, changed, copied, deltas, differences, live
 from tests.engines.two_ranks import two_ranks
 from tests.engines.vllm.fresh import known, load_fresh, load_in_context
-from tests.engines.vllm.repacked import examine
+from tests.engines.vllm.repacked import everything, examine
 from tests.support.spools import spool_of
 
 
@@ -142,6 +142,29 @@ def test_a_version_that_parts_a_head_from_the_embedding_is_refused(
         now = copied(live(model))
     fresh = copied(live(load_fresh(alike))) if implementation == "auto" else {EMBEDDING: new}
     assert all(torch.equal(now[name], tensor) for name, tensor in fresh.items())
+
+
+@pytest.mark.parametrize("way", ["reload", "repack"])
+def test_a_head_tied_to_its_embedding_is_packed_once(way: str) -> None:
+    folder = checkpoint("qwen3_tied")
+    tensors = load_file(folder / WEIGHTS_FILE)
+    with load_in_context(folder, plain_linears=False) as (config, model):
+        engine = known(config, model)
+        layers = [model.get_submodule(name.removesuffix(".weight")) for name in (HEAD, EMBEDDING)]
+        packed = [vars(layer)["cpu_linear"] for layer in layers]
+        assert packed[0] is not packed[1]
+        at_first, other = everything(engine, model), {n: t * 2 for n, t in tensors.items()}
+        for loaded in (other, tensors):
+            if way == "reload":
+                engine.reload(loaded.items())
+            else:
+                names = [HEAD.removesuffix(".weight"), EMBEDDING.removesuffix(".weight")]
+                engine.repack(names, [(n, t) for n, t in loaded.items() if n == EMBEDDING])
+            new = [vars(layer)["cpu_linear"] for layer in layers]
+            assert new[0] is new[1]
+            assert new[0] not in packed
+            is_changed = bool(differences(at_first, everything(engine, model)))
+            assert is_changed is (loaded is other)
 
 
 def staged(rank: Rank, ticket: int, before: Path, after: Path, folder: Path) -> None:

@@ -1,7 +1,11 @@
 """Names of an engine that are looked up in its source, which is not imported."""
 
+import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -92,6 +96,30 @@ def _engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_a_name_is_found_where_the_engine_binds_it(name: str, there: bool) -> None:
     assert is_there(name) is there
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("loaded_engine:call(a)", True),
+        ("loaded_engine:call(a,b)", True),
+        ("loaded_engine:call(b)", False),
+        ("loaded_engine:call(a,c)", False),
+        ("loaded_engine:wrapped(a)", False),
+        ("loaded_engine:wrapped", True),
+        ("loaded_engine:gone", False),
+    ],
+)
+def test_a_name_of_a_loaded_module_is_found_without_its_source(
+    name: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = ModuleType("loaded_engine")
+    module.call, module.wrapped = lambda a, *, b=1: (a, b), lambda *values: values
+    module.__spec__ = ModuleSpec("loaded_engine", None)
+    monkeypatch.setitem(sys.modules, "loaded_engine", module)
+    forget()
+    assert is_there(name) is there
+    forget()
 
 
 TABLE = CapabilityTable(
