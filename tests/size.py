@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(57_790, 263, 0.09),
-    "tests": Size(87_520, 405, 1.0),
+    "wheel": Size(57_985, 263, 0.09),
+    "tests": Size(88_130, 406, 1.0),
 }
 
 
