@@ -234,9 +234,9 @@ def say_dtypes(
     if narrow:
         limits = torch.finfo(TORCH_DTYPES[narrow[0].dtype])
         logger.warning(
-            "%r and %d more weights are published as %s, in which values below %.1g become zero",
+            "%d weights, such as %r, are published as %s, in which values below %.1g become zero",
+            len(narrow),
             narrow[0].name,
-            len(narrow) - 1,
             narrow[0].dtype,
             limits.smallest_normal * limits.eps / 2,
         )
