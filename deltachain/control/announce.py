@@ -1,5 +1,6 @@
 """Announcements of new versions to all replicas of a policy."""
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from deltachain.threads import Closeable, started
 from deltachain.types import Version
 
 from .replica_client import ReplicaClient
+
+logger = logging.getLogger(__name__)
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
 
@@ -184,6 +187,8 @@ class Fleet(Closeable):
                     trouble = f"it stays at version {held}"  # pinned by a rollback
                 pause_s = PAUSES.pause_s(failures) if behind else 0.0
                 failures = failures + 1 if behind else 0
+                if behind and trouble != self._trouble.get(url):
+                    logger.warning("%s lacks version %d: %s", url, wanted.version, trouble)
                 with self._changed:
                     if not behind:
                         self._untold.discard(url)
@@ -233,9 +238,8 @@ def _update(client: ReplicaClient, wanted: _Wanted) -> tuple[Version | None, str
             return None, trouble
     if found.version == wanted.version and found.manifest != wanted.manifest != "":
         return None, trouble or f"it holds another version {found.version}: {found.manifest}"
-    if found.version is None or found.version < wanted.version:
-        return found.version, trouble
-    if found.version == wanted.version and wanted.manifest:
+    is_this_one = found.version == wanted.version and wanted.manifest
+    if is_this_one or found.version is None or found.version < wanted.version:
         return found.version, trouble
     # it is ahead, or no manifest was given: then its own check against the store must have passed
     return (found.version if is_proven and not found.doubt else None), trouble

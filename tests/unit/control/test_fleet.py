@@ -371,11 +371,14 @@ def test_a_replica_that_was_away_is_told_the_newest(here: Followed, leader: Lead
         assert here.holds(2)
 
 
-def test_a_replica_that_a_rollback_keeps_is_named(leader: Leader, fleet: Fleet) -> None:
+def test_a_replica_that_a_rollback_keeps_is_named(
+    leader: Leader, fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     leader.update(0)
     leader.update(1)
     leader.rollback(0)
     announced = fleet.announce(2, deadline=1.0)
+    assert caplog.text.count("lacks version 2") == 1  # once, not at each repetition
     assert announced.stragglers == tuple(announced.trouble)
     assert ["rollback" in trouble for trouble in announced.trouble.values()] == [True]
 
