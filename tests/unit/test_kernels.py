@@ -179,7 +179,7 @@ def test_memory_is_pinned_until_its_tensor_goes(
     address = tensor.data_ptr()
     assert pinned.pin_(tensor) == (code == 0)
     del tensor
-    assert calls == [(address, 16, 0), *([address] if code == 0 else [])]
+    assert calls == [(address, 16, pinned.PORTABLE), *([address] if code == 0 else [])]
     assert ("CUDA error 2" in caplog.text) == (code == 2)
 
 
