@@ -30,7 +30,7 @@ ENGINE ?= vllm
 demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
 	$(BIN)/python -m examples.demo.online --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
 
-examples: venv venv-vllm venv-sglang  ## run every example, with a small model
+examples: venv venv-vllm venv-sglang  ## run examples 01 to 09, with a small model
 	$(BIN)/pytest -m slow tests/e2e/test_examples.py
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
@@ -138,7 +138,7 @@ venv-rl: venv venv-vllm  ## build .venv-rl, with SkyRL, AReaL, RLinf, ModelExpre
 	echo "import site; site.addsitedir('$(CURDIR)/.venv-vllm/lib/python3.11/site-packages')" > $(RL)/vllm.pth
 	echo "import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict" > $(RL)/typed.pth
 	.venv-rl/bin/pip install -q --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4 peft==0.18.1 tensordict==0.15.3 pyvers==0.2.3 torchdata==0.11.0 vllm-router==0.1.17 rlinf==0.3.0 modelexpress==0.7.0
-	$(BIN)/uv pip install -q -p .venv-rl ray==2.60.0 aiofiles blosc cloudpathlib colorlog datasets distro-info flask func_timeout httpx hydra-core jaxtyping math-verify matplotlib ninja nltk omegaconf orjson pandas pebble polars prettytable pybase64 pylatexenc redis s3fs setproctitle swanlab tabulate tenacity tensorboard tensorboardx trackio uvloop wandb
+	$(BIN)/uv pip install -q -p .venv-rl ray==2.60.0 aiofiles blosc cloudpathlib colorlog datasets distro-info flask func_timeout google-crc32c httpx hydra-core jaxtyping math-verify matplotlib ninja nltk omegaconf orjson pandas pebble polars prettytable pybase64 pylatexenc redis s3fs setproctitle swanlab tabulate tenacity tensorboard tensorboardx trackio uvloop wandb
 
 RAY := .venv-ray/lib/python3.11/site-packages
 venv-ray: venv venv-sglang  ## build .venv-ray, with Ray over SGLang's packages

@@ -1,9 +1,9 @@
-"""``.venv-trainers/bin/python -m tests.ranks.peaks deepspeed_trials:zero 4 3``: memory of a rank.
+"""``.venv-trainers/bin/python -m tests.ranks.peaks``: memory of each of four ranks.
 
-A trial of a framework with a larger model, without its comparisons. Each rank prints, in MB, the
+Trials of frameworks with a larger model, without their comparisons. Each rank prints, in MB, the
 size of its model in the wire dtype, the memory it keeps once attached, and the most that a publish
-adds. ``trials:ten_steps 4 flat`` is FSDP1. ``fused`` alone: what it takes to find the saved form of
-large models with fused experts, without their weights.
+adds. ``fused``: what it takes to find the saved form of large models with fused experts, without
+their weights.
 """
 
 import importlib
@@ -26,6 +26,12 @@ from tests.ranks.spawn import run
 
 LARGER: Final = {"hidden_size": 1024, "intermediate_size": 3072}
 VERSIONS: Final = 10
+ROWS: Final = {
+    "FSDP1": ("trials:ten_steps", "flat"),
+    "DeepSpeed ZeRO-3": ("deepspeed_trials:zero", "3"),
+    "Megatron TP2 x PP2": ("megatron_trials:megatron", "qwen3 TP2 PP2"),
+    "Megatron EP2": ("megatron_trials:megatron", "qwen3_moe EP2"),
+}
 FUSED: Final[dict[str, dict[str, Any]]] = {  # sizes that are not the class's own
     "qwen3_moe": {"num_hidden_layers": 48, "head_dim": 128},  # Qwen3-30B-A3B
     "deepseek_v3": {},
@@ -83,10 +89,12 @@ def main() -> None:
         fused("qwen3_moe", **transformers_trials.CONVERTED["qwen3_moe"])  # imports what it needs
         sys.stdout.writelines(f"{fused(kind, **sizes)}\n" for kind, sizes in FUSED.items())
         return
-    trial, ranks, how = sys.argv[1:]
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        run("tests.ranks.peaks:measure", int(ranks), trial, how, folder)
+    for name, given in ROWS.items():
+        sys.stdout.write(f"{name}\n")
+        sys.stdout.flush()
+        with tempfile.TemporaryDirectory() as folder:
+            run("tests.ranks.peaks:measure", 4, *given, folder)
 
 
 if __name__ == "__main__":

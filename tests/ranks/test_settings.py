@@ -19,6 +19,7 @@ REFUSALS = [
     ("hooked", "which FSDP1 gathers to say", "FSDP2"),
     ("inside", "part of an FSDP1 module outside", "outermost"),
     ("meeting", "hold 6 elements, and their checkpoint 3", "one copy of tied weights"),
+    ("parallel", "sharded or not contiguous before FSDP1", "FSDP2"),
     ("partial", "partial sum", "redistribute"),
     ("unequal", "differs on ranks 0 and 1", "replicas must be equal"),
     ("shape", "on one rank", "DTensors"),
@@ -34,7 +35,8 @@ REFUSALS = [
 def test_what_can_not_be_published_is_refused_on_every_rank(
     tmp_path: Path, kind: str, message: str, hint: str
 ) -> None:
-    run("tests.ranks.trials:refused", 2, kind, message, hint, str(tmp_path / "chain"))
+    ranks = 4 if kind == "parallel" else 2
+    run("tests.ranks.trials:refused", ranks, kind, message, hint, str(tmp_path / "chain"))
 
 
 def test_copies_that_ranks_change_apart_are_refused(tmp_path: Path) -> None:

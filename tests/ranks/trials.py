@@ -450,6 +450,13 @@ def _hooked() -> nn.Module:
     return FullyShardedDataParallel(block, use_orig_params=True, device_id=torch.device("cpu"))
 
 
+def _parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    linear = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
+    host = torch.device("cpu")
+    return FullyShardedDataParallel(linear, device_mesh=mesh["dp"], device_id=host)
+
+
 def _partial() -> nn.Module:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     module = nn.Module()
@@ -511,6 +518,7 @@ REFUSED: dict[str, Callable[[], nn.Module | TensorSource]] = {
     "meeting": _meeting,
     "hooked": _hooked,
     "inside": _inside,
+    "parallel": _parallel,
     "partial": _partial,
     "unequal": _unequal,
     "shape": _another_shape,

@@ -59,6 +59,8 @@ class Samples:
         self.rollout_buffer: Any = queue.Queue()
         self.metrics_queue: Any = queue.Queue()
         self.synced: list[tuple[int, int]] = []
+        self.bits: list[dict[str, Any]] = []
+        self.model: Any = None
         self._transfer = transfer
 
     def start(self) -> None:
@@ -86,6 +88,10 @@ class Samples:
 
     def update_model_version(self, model_version: int) -> None:
         self.synced.append((model_version, self._transfer.version))
+        weights = {n: p.detach().to(torch.bfloat16) for n, p in self.model.named_parameters()}
+        self.bits.append(
+            {n: t.view(torch.int16).numpy().view("u2").ravel() for n, t in weights.items()}
+        )
 
     def check_health(self, stale_after_s: float) -> None:
         del stale_after_s
@@ -175,6 +181,7 @@ def train(base: Path, tmp_path: Path) -> Callable[..., Trained]:
         if attach:
             transfer.attach(trainer)
             skip_gather(trainer)  # as on several ranks
+        trainer.rollout_worker.model = trainer.model
         trainer.train()
         return Trained(trainer, transfer, held_s)
 
@@ -215,9 +222,9 @@ def test_every_sync_is_a_version_that_all_engines_hold(
     assert any(trainer._streaming_iter()) is not attach
     assert trainer.rollout_worker.synced == [(n + 1, n) for n in range(STEPS + 1)]
     assert all(engine.versions == list(range(STEPS + 1)) for engine in engines)
-    last = recompute(store)[STEPS].state
-    model = {n: p.detach().to(torch.bfloat16) for n, p in trainer.model.named_parameters()}
-    assert same(last, {n: t.view(torch.int16).numpy().view("u2").ravel() for n, t in model.items()})
+    versions = recompute(store)
+    for version, bits in enumerate(trainer.rollout_worker.bits):
+        assert same(versions[version].state, bits), version
     if attach:
         logs = trainer.state.log_history
         assert [line["deltachain/version"] for line in logs if "loss" in line] == [1, 2, 3]
