@@ -679,7 +679,7 @@ KINDS: Final = (
 
 
 def disagreements(where: torch.device, kinds: Iterable[LaneKind] = KINDS) -> list[str]:
-    """Return the kinds of tensors for which kernels of a device differ from those of the host.
+    """Return the kinds of tensors for which device kernels and host kernels disagree.
 
     Each is tried with a snapshot on the host and with one on the device.
     """

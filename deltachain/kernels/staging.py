@@ -41,7 +41,7 @@ _BLOCKS: Final = {"BLOCK": BLOCK, "num_warps": WARPS}
 def decodes_on(device: torch.device) -> bool:
     """Return whether changes are decoded and digested on a device, tried once in a process.
 
-    On others, and on those of a machine that lacks Triton or a C compiler, the host does.
+    On other devices, or without Triton or a C compiler, the host does both.
     """
     if device.type != "cuda" or find_spec("triton") is None:
         return False

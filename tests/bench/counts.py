@@ -1,7 +1,7 @@
 """Counts of the device path without a card, and what the floors of one make of them: a calculation.
 
-Launches do on the host what the counts need, and nothing else: tensors, batches, copies and Python
-are those of a device. Sizes are divided, numbers of tensors and batches are not.
+Launches do on the host only what the counts need; tensors, batches, copies and Python code are as
+on a device. Sizes are divided; the numbers of tensors and batches are real.
 """
 
 import os
@@ -110,7 +110,7 @@ class Device:
 
 @contextmanager
 def device(shape: ModelShape, divisor: int) -> Iterator[Device]:
-    """Weights on the host are taken for those of a device, in as many batches as of this size."""
+    """Treat weights on the host as weights on a device, in as many batches as at full size."""
     made = Device()
 
     def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:

@@ -287,8 +287,7 @@ def process(layer: nn.Module) -> None:
             layer.update_param_tp_status()  # type: ignore[operator]
 
 
-_MULTIPLIES: Final = "cpu_linear"
-"""Attribute of layers on CPUs: a function that multiplies by the weight, or by a packed copy."""
+_MULTIPLIES: Final = "cpu_linear"  # of layers on CPUs: multiplies by the weight or a packed copy
 
 
 def computes_alike(layer: Any, packed: Any) -> bool:
@@ -299,9 +298,10 @@ def computes_alike(layer: Any, packed: Any) -> bool:
     weights = [one._parameters.get("weight") for one in (layer, packed)]
     if any(one is None or not one.numel() for one in weights):
         return False
-    kinds = [(type(_method_of(one)), one._parameters.get("bias")) for one in (layer, packed)]
-    forms = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in weights]
-    if kinds[0] != kinds[1] or kinds[0][1] is not None or forms[0] != forms[1]:
+    methods = {type(_method_of(one)) for one in (layer, packed)}
+    has_bias = any(one._parameters.get("bias") is not None for one in (layer, packed))
+    forms = {(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in weights}
+    if len(methods) > 1 or has_bias or len(forms) > 1:
         return False
     if is_quantised(layer) or not all(_MULTIPLIES in vars(one) for one in (layer, packed)):
         return False

@@ -54,8 +54,8 @@ def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
     held.pop(0, None)
     for layer in model.modules():
         tied = [held.get(address_of(p)) for p in layer._parameters.values()]
-        first = next(filter(None, tied), None) if layer not in touched else None
-        if first is not None and not compat.computes_alike(layer, first):
+        first = next((one for one in tied if one is not None), None)
+        if layer not in touched and first is not None and not compat.computes_alike(layer, first):
             compat.process(layer)
 
 

@@ -24,7 +24,7 @@ from deltachain.errors import (
 )
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain.replica.rank import Rank
-from deltachain_vllm.compat import own_loader
+from deltachain_vllm.compat import computes_alike, own_loader
 from deltachain_vllm.model import VllmModel
 from tests.engines.families import checkpoint
 from tests.engines.matrix import attached, changed, copied, deltas, differences, live
@@ -165,6 +165,12 @@ def test_a_head_tied_to_its_embedding_is_packed_once(way: str) -> None:
             assert new[0] not in packed
             is_changed = bool(differences(at_first, everything(engine, model)))
             assert is_changed is (loaded is other)
+
+
+def test_tied_layers_with_biases_of_their_own_are_packed_apart() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    assert not computes_alike(one, other)
 
 
 def staged(rank: Rank, ticket: int, before: Path, after: Path, folder: Path) -> None:

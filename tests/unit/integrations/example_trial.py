@@ -78,7 +78,7 @@ def main() -> None:
         said = [int(number) for number in re.findall(r"of (\d+) tokens", line)]
         lines.write(f"{json.dumps(said)}\n")
         lines.flush()
-        assert sys.stdin.readline(), "nobody waits for the next step"
+        assert sys.stdin.readline(), "stdin ended before the next step"
 
     os.environ |= {"AREAL_LLM_SERVER_ADDRS": address, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MODEL": path, "DELTACHAIN_URL": url, "SERVER": address, "SERVED": "tiny"}
