@@ -47,32 +47,12 @@ A batch costs some 0.1 ms of Python, and its copy a few milliseconds.
 RESIDENT_BATCH: Final = 8  # times as large are batches that need no room for the snapshot
 
 
-class Span(NamedTuple):
-    """Consecutive elements of one tensor in one batch; ``start`` is a multiple of ``BLOCK``."""
-
-    start: int
-    numel: int
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.numel // BLOCK)
-
-
 class BlockTable(NamedTuple):
     """Blocks of a batch, in order; three ``(blocks,)`` int64 arrays."""
 
     span: Indices
     first: Indices
     numel: Indices
-
-
-def spans_of(numel: int, *, used: int, limit: int) -> Iterator[Span]:
-    """Cut a tensor into spans that fill batches of ``limit`` blocks, the first of them in part."""
-    start, room = 0, limit - used
-    while start < numel:
-        span = Span(start, min(numel - start, room * BLOCK))
-        yield span
-        start, room = start + span.numel, limit
 
 
 def block_table(numels: npt.NDArray[np.int64]) -> BlockTable:
@@ -209,6 +189,7 @@ class LaneKind(NamedTuple):
     resident: bool  # whether the snapshot is on the device
 
     @classmethod
+    @cache
     def of(cls, current: torch.dtype, wire: torch.dtype, *, resident: bool) -> "LaneKind":
         master = current == torch.float32 and wire == torch.bfloat16
         return cls(wire.itemsize, master, resident)
@@ -220,7 +201,7 @@ class Compared(NamedTuple):
     name: str
     kept: Tensor
     at: int
-    current: Tensor
+    current: Tensor  # contiguous
     dtype: torch.dtype
     resident: bool
 
@@ -230,17 +211,21 @@ class Compared(NamedTuple):
 
     def bits(self, start: int, numel: int) -> Tensor:
         """Return bits of consecutive weights, cast to the snapshot's dtype by torch."""
-        return bits_of(self.current[start : start + numel].to(self.dtype))
+        flat = self.current.detach().view(-1)
+        return bits_of(flat[start : start + numel].to(self.dtype))
 
 
 class TensorSpan(NamedTuple):
+    """Consecutive elements of one tensor in one batch; ``start`` is a multiple of ``BLOCK``."""
+
     tensor: Compared
-    span: Span
+    start: int
+    numel: int
 
     @property
     def at(self) -> int:
         """Position of the first element in the snapshot's flat bits."""
-        return self.tensor.at + self.span.start
+        return self.tensor.at + self.start
 
 
 class Run(NamedTuple):
@@ -293,17 +278,20 @@ class Lane:
     _used: int = 0
     _slots: list[_Slot] = field(default_factory=list)
     _tables: dict[int, BatchTable] = field(default_factory=dict)  # by number of the batch
+    limit: int = field(init=False)  # blocks of a batch
 
-    @property
-    def limit(self) -> int:
+    def __post_init__(self) -> None:
         nbytes = BATCH_NBYTES * (RESIDENT_BATCH if self.kind.resident else 1)
-        return max(1, nbytes // (self.kind.width * BLOCK))
+        self.limit = max(1, nbytes // (self.kind.width * BLOCK))
 
     def add(self, tensor: Compared) -> None:
-        """Add a tensor; full batches are enqueued."""
-        for span in spans_of(tensor.current.numel(), used=self._used, limit=self.limit):
-            self._open.append(TensorSpan(tensor, span))
-            self._used += span.blocks
+        """Add a tensor, cut where a batch is full; full batches are enqueued."""
+        start, numel = 0, tensor.current.numel()
+        while start < numel:
+            span = TensorSpan(tensor, start, min(numel - start, (self.limit - self._used) * BLOCK))
+            self._open.append(span)
+            self._used += -(-span.numel // BLOCK)
+            start += span.numel
             if self._used == self.limit:
                 self.flush()
 
@@ -418,7 +406,7 @@ class Lane:
         """Return the blocks of a batch; reuse the last diff's table if the memory is the same."""
         # By address: a view of each of many thousand tensors would cost more than to compare them.
         kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
-        numels = [one.span.numel for one in spans]
+        numels = [one.numel for one in spans]
         key = tuple(now), tuple(kept), tuple(numels)
         known = self._tables.get(len(self._launched))
         if known is not None and known.key == key:
@@ -441,9 +429,9 @@ class Lane:
         for one in spans:
             current = one.tensor.current
             if self.kind.master or current.dtype == one.tensor.dtype:
-                found.append(current.data_ptr() + one.span.start * current.element_size())
+                found.append(current.data_ptr() + one.start * current.element_size())
                 continue
-            held.append(one.tensor.bits(*one.span))
+            held.append(one.tensor.bits(one.start, one.numel))
             found.append(held[-1].data_ptr())
         return found, held
 
@@ -452,7 +440,7 @@ def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
     """Yield spans that lie side by side in the snapshot as one run, in order."""
     last: Run | None = None
     for one in spans:
-        kept, stop = one.tensor.kept, one.at + one.span.numel
+        kept, stop = one.tensor.kept, one.at + one.numel
         # What lies between is padding, if it is less than the alignment of the next tensor.
         if (
             last is not None
@@ -500,7 +488,7 @@ class Landed:
         table, spans, kind = self.batch.table, self.batch.spans, self.batch.lane.kind
         mine = slice(self.start, self.start + self.nnz)
         offsets, new, old, indices = (column[mine] for column in self.columns)
-        first = table.first + np.array([one.span.start for one in spans], np.int64)[table.span]
+        first = table.first + np.array([one.start for one in spans], np.int64)[table.span]
         host.expand_blocks(first, self.counts, offsets, indices)
         if kind.resident:
             return

@@ -190,8 +190,9 @@ def read(bits: Tensor) -> Tensor:
 
 
 def _compared(weight: Weight, kept: Kept) -> Compared:
-    tensor, wanted = weight.tensor.detach().view(-1), TORCH_DTYPES[weight.spec.dtype]
-    return Compared(weight.spec.name, kept.slab, kept.at, tensor, wanted, kept.resident)
+    spec = weight.spec
+    wanted = TORCH_DTYPES[spec.dtype]
+    return Compared(spec.name, kept.slab, kept.at, weight.tensor, wanted, kept.resident)
 
 
 def _copied(weight: Weight) -> Weight:

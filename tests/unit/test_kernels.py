@@ -17,9 +17,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
-from deltachain.kernels import host, numba_kernels, segments, staging, threaded, torch_kernels
+from deltachain.kernels import (
+    device_diff,
+    host,
+    numba_kernels,
+    segments,
+    staging,
+    threaded,
+    torch_kernels,
+)
 from deltachain.kernels import torch_kernels as pinned
-from deltachain.kernels.device_diff import BLOCK, DeviceDiff, compares_on, spans_of
+from deltachain.kernels.device_diff import (
+    BLOCK,
+    Compared,
+    CopyStream,
+    DeviceDiff,
+    Lane,
+    LaneKind,
+    compares_on,
+)
 from deltachain.kernels.protocol import (
     LiveBits,
     digest_change,
@@ -143,13 +159,23 @@ def test_placements_of_another_width_are_refused() -> None:
         staging.stage(changes, table, ["w"])
 
 
-def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full() -> None:
-    cut = spans_of(3 * BLOCK + 5, used=1, limit=3)
-    assert [(span.start, span.numel, span.blocks) for span in cut] == [
-        (0, 2 * BLOCK, 2),
-        (2 * BLOCK, BLOCK + 5, 2),
-    ]
-    assert list(spans_of(0, used=2, limit=3)) == []
+def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches: list[list[tuple[int, int]]] = []
+
+    def flush(lane: Lane) -> None:
+        batches.append([(span.start, span.numel) for span in lane._open])
+        lane.drop()
+
+    monkeypatch.setattr(device_diff, "BATCH_NBYTES", 3 * 2 * BLOCK)
+    monkeypatch.setattr(Lane, "flush", flush)
+    lane = Lane(LaneKind.of(torch.int16, torch.int16, resident=False), CopyStream(CPU))
+    for numel in (BLOCK - 1, 3 * BLOCK + 5, 0, 1):
+        live = torch.zeros(numel, dtype=torch.int16)
+        lane.add(Compared("w", live, 0, live, torch.int16, resident=False))
+    lane.flush()
+    assert batches == [[(0, BLOCK - 1), (0, 2 * BLOCK)], [(2 * BLOCK, BLOCK + 5), (0, 1)], []]
 
 
 def test_a_snapshot_that_was_replaced_between_diffs_is_compared() -> None:

@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
@@ -258,89 +258,92 @@ class MemoryRange(NamedTuple):
     start: int
     stop: int
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> "MemoryRange":
+        local = local_of(tensor)
+        start = local.data_ptr()
+        return cls(str(local.device), start, start + local.numel() * local.element_size())
+
 
 class TensorForm(NamedTuple):
-    """What a live tensor is on this rank; the first four fields never change."""
+    """What a live tensor is on this rank; all but the last field never change."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the part on this rank
     full: tuple[int, ...]
     placement: object  # placements and mesh of a DTensor
     is_trained: bool
-    memory: MemoryRange
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorForm":
-        local = local_of(tensor)
+        local, sharded = local_of(tensor), cast("Any", tensor)
         refuse_tensor(name, local)
-        start, sharded = local.data_ptr(), cast("Any", tensor)
-        return cls(
-            local.dtype,
-            tuple(local.shape),
-            tuple(tensor.shape),
-            (sharded.placements, sharded.device_mesh) if is_sharded(tensor) else None,
-            tensor.requires_grad,
-            MemoryRange(str(local.device), start, start + local.numel() * local.element_size()),
-        )
+        placement = (sharded.placements, sharded.device_mesh) if is_sharded(tensor) else None
+        return cls(local.dtype, local.shape, tensor.shape, placement, tensor.requires_grad)
 
     def __str__(self) -> str:
-        placed = "" if self.placement is None else f" of {self.full}, {self.placement}"
-        return f"{self.dtype}{self.shape}{placed}"
+        placed = "" if self.placement is None else f" of {tuple(self.full)}, {self.placement}"
+        return f"{self.dtype}{tuple(self.shape)}{placed}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
     tensors: Mapping[str, TensorForm]  # parameters and persistent buffers, by each of their names
-    ties: Mapping[str, str] = field(default_factory=dict)  # first name by further name
+    ties: Mapping[str, str]  # first name by further name
 
     @classmethod
-    def of(cls, live: Iterable[tuple[str, Tensor]]) -> "ModelForm":
+    def of(cls, live: Sequence[tuple[str, Tensor]]) -> "ModelForm":
         """Look at all tensors of a model; no element is read."""
         first: dict[int, str] = {}
-        tensors: dict[str, TensorForm] = {}
-        ties: dict[str, str] = {}
-        for name, tensor in live:
-            seen = first.setdefault(id(tensor), name)
-            if seen == name:
-                tensors[name] = TensorForm.of(name, tensor)
-            else:
-                tensors[name], ties[name] = tensors[seen], seen
-        return cls(tensors, ties)
-
-    def shared(self, frozen: Collection[str]) -> frozenset[str]:
-        """Return those of ``frozen`` tensors of whose memory a compared tensor has a part."""
-        if not frozen:
-            return frozenset()
-        found: set[str] = set()
-        still: list[tuple[MemoryRange, str]] = []  # frozen ones that may reach the next tensor
-        written = MemoryRange("", 0, 0)  # the compared one that reaches furthest
-        for memory, name in sorted((form.memory, name) for name, form in self.tensors.items()):
-            if name in self.ties or memory.start == memory.stop:
-                continue
-            if name in frozen:
-                if memory.device == written.device and memory.start < written.stop:
-                    found.add(name)
-                still.append((memory, name))
-                continue
-            reached = (one for at, one in still if at.device == memory.device)
-            found |= {one for one in reached if self.tensors[one].memory.stop > memory.start}
-            still = []
-            if memory.device != written.device or memory.stop > written.stop:
-                written = memory
-        return frozenset(found)
+        names = {name: first.setdefault(id(tensor), name) for name, tensor in live}
+        ties = {name: other for name, other in names.items() if name != other}
+        return cls({name: TensorForm.of(name, tensor) for name, tensor in live}, ties)
 
 
-def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) -> None:
+def sharing(live: Sequence[tuple[str, Tensor]], frozen: Collection[str]) -> frozenset[str]:
+    """Return those of ``frozen`` tensors of whose memory a compared tensor has a part."""
+    if not frozen:
+        return frozenset()
+    first = {id(tensor): (name, tensor) for name, tensor in reversed(live)}  # not further names
+    return overlapping({name: MemoryRange.of(tensor) for name, tensor in first.values()}, frozen)
+
+
+def overlapping(memory: Mapping[str, MemoryRange], frozen: Collection[str]) -> frozenset[str]:
+    """Return those of ``frozen`` names whose memory meets that of another name."""
+    found: set[str] = set()
+    still: list[tuple[MemoryRange, str]] = []  # frozen ones that may reach the next tensor
+    written = MemoryRange("", 0, 0)  # the compared one that reaches furthest
+    for at, name in sorted((at, name) for name, at in memory.items() if at.start != at.stop):
+        if name in frozen:
+            if at.device == written.device and at.start < written.stop:
+                found.add(name)
+            still.append((at, name))
+            continue
+        found |= {
+            one for one_at, one in still if one_at.device == at.device and one_at.stop > at.start
+        }
+        still = []
+        if at.device != written.device or at.stop > written.stop:
+            written = at
+    return frozenset(found)
+
+
+def refuse_changes(
+    then: ModelForm, now: Sequence[tuple[str, Tensor]], *, frozen: Collection[str]
+) -> None:
     """Refuse a model that no version of the chain can have, compared with what was attached.
 
     ``frozen`` are the names of tensors that are not compared with the snapshot.
     """
-    gone, new = then.tensors.keys() - now.tensors.keys(), now.tensors.keys() - then.tensors.keys()
+    live = dict(now)
+    gone, new = then.tensors.keys() - live.keys(), live.keys() - then.tensors.keys()
     for name in (*sorted(gone), *sorted(new)):
         what = GONE if name in gone else NEW
         raise UnsupportedModelError(f"{name!r} {what}", hint=SAME_TENSORS)
-    for name, form in now.tensors.items():
-        if form[:4] != then.tensors[name][:4]:
+    for name, tensor in now:
+        # One at a time: to keep thousands of them alive would start the garbage collector.
+        form = TensorForm.of(name, tensor)
+        if form[:-1] != then.tensors[name][:-1]:
             raise UnsupportedModelError(
                 f"{name!r} is {form}, and was {then.tensors[name]} when the publisher was attached",
                 hint=_BETWEEN,
@@ -352,14 +355,14 @@ def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) 
                 "chain continues from its head",
             )
     for name, other in then.ties.items():
-        if now.tensors[name].memory != now.tensors[other].memory:
+        if MemoryRange.of(live[name]) != MemoryRange.of(live[other]):
             raise UnsupportedModelError(
                 f"{name!r} and {other!r} were one tensor when the publisher was attached, and are "
                 "two now",
                 hint="tie them again (`model.tie_weights()`), or attach another publisher, at a "
                 "URL of its own",
             )
-    for name in sorted(now.shared(frozen)):
+    for name in sorted(sharing(now, frozen)):
         raise UnsupportedModelError(
             f"{name!r} was frozen when the publisher was attached, and is now in the memory of a "
             "weight that is trained",

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.refusals import MemoryRange, ModelForm, TensorForm
+from deltachain.publish.model.refusals import MemoryRange, overlapping
 from deltachain.publish.model.source import collect_weights
 from deltachain.publish.snapshot import (
     Memory,
@@ -310,12 +310,6 @@ def test_a_frozen_weight_is_replaced(
     assert publisher.publish().result().version == 4
 
 
-def form(start: int, stop: int, device: str = "cpu") -> TensorForm:
-    return TensorForm(
-        torch.int8, (stop - start,), (stop - start,), None, False, MemoryRange(device, start, stop)
-    )
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_shared_memory_is_found_wherever_it_is(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -323,11 +317,11 @@ def test_shared_memory_is_found_wherever_it_is(seed: int) -> None:
     def number(end: int) -> int:
         return int(torch.randint(end, (), generator=draw))
 
-    forms = {}
+    memory = {}
     for name in "abcdefgh":
         start = number(30)
-        forms[name] = form(start, start + number(6), "cpu" if number(2) else "cuda:0")
-    frozen = {name for name in forms if number(2)}
+        memory[name] = MemoryRange("cpu" if number(2) else "cuda:0", start, start + number(6))
+    frozen = {name for name in memory if number(2)}
 
     def meet(one: MemoryRange, other: MemoryRange) -> bool:
         both = max(one.start, other.start) < min(one.stop, other.stop)
@@ -336,9 +330,9 @@ def test_shared_memory_is_found_wherever_it_is(seed: int) -> None:
     expected = {
         name
         for name in frozen
-        if any(meet(forms[name].memory, forms[o].memory) for o in forms.keys() - frozen)
+        if any(meet(memory[name], memory[other]) for other in memory.keys() - frozen)
     }
-    assert ModelForm(forms).shared(frozen) == expected
+    assert overlapping(memory, frozen) == expected
 
 
 # Subclasses
