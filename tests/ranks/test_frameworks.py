@@ -8,7 +8,10 @@ from typing import Any, Final
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from deltachain.chain.chain import Chain
 from deltachain.cli.pull import pull
@@ -125,6 +128,18 @@ def test_a_weight_that_a_bridge_does_not_know_is_refused(
     with pytest.raises(UnsupportedModelError, match=message) as caught:
         Publisher(tmp_path.as_uri()).attach(shards(Bridge(), [_model(name)]))
     assert hint in caught.value.hint
+
+
+def test_fsdp_of_a_model_of_megatron_is_refused() -> None:
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = _model("head")
+        fully_shard(model.head, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedModelError, match=r"divides 'head.weight'") as caught:
+            shards(Bridge(), [model])
+    finally:
+        distributed.destroy_process_group()
+    assert "instead of FSDP of torch or Megatron" in caught.value.hint
 
 
 def test_weights_that_ranks_get_later_are_refused() -> None:
