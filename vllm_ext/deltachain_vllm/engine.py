@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deltachain.errors import ApplyError, ConfigError, PartialApplyError
+from deltachain.errors import ApplyError, ConfigError, PartialApplyError, UnsupportedEngineError
 from deltachain.replica import messages as wire
 from deltachain.replica.engine import age, pause_mode, run_on
 from deltachain.replica.leader import Leader
@@ -20,7 +20,15 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE
 from .cache_salts import OLDEST, check_salted
-from .compat import call_engines, call_workers, check_experts, check_layout, check_version, pause
+from .compat import (
+    call_engines,
+    call_workers,
+    check_experts,
+    check_layout,
+    check_version,
+    pause,
+    shares_experts,
+)
 from .extension import check_extension
 from .start_check import PAUSES
 from .table import TABLE
@@ -106,6 +114,10 @@ class VllmEngine:
         """Refuse calls from here on, and wait for threads that still read weights."""
         self.asleep = True
         self._wait(self._client.collective_rpc("deltachain_settle"))
+
+    def end(self) -> None:
+        """End the engine, and the server with it."""
+        self._loop.call_soon_threadsafe(self._client.shutdown)
 
     async def _send(self, request: wire.RankRequest) -> Sequence[str]:
         limit_s = STEP_S if isinstance(request, _QUICK) else None
@@ -226,6 +238,11 @@ def _engine_of(
     if isinstance(llm, EngineClient):
         check_extension(llm.vllm_config, ARGUMENT)
         check_layout(llm.vllm_config)
+        if shares_experts(llm.vllm_config):
+            raise UnsupportedEngineError(
+                "this engine shares experts with engines of other programs, which one leader swaps",
+                hint="start servers, or let one program have all engines",
+            )
         return VllmEngine(llm, _loop_of(llm), settings)
     if not hasattr(llm, "llm_engine"):
         raise ConfigError(
