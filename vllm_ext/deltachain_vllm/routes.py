@@ -215,4 +215,8 @@ def _engine(
     from .model import checkpoint_of
 
     config: Any = getattr(client, "vllm_config", None)
-    return (own if servers is None else servers.joint(own)), checkpoint_of(config)
+    if servers is None:
+        return own, checkpoint_of(config)
+    from .servers import JointEngine
+
+    return JointEngine(own, servers), checkpoint_of(config)

@@ -10,88 +10,64 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Thread, local
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import httpx
 import msgspec
 from fastapi import FastAPI
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from deltachain import errors
 from deltachain.control.server import aside
 from deltachain.replica import messages as wire
-from deltachain.replica.engine import Engine, age, run_on
-from deltachain.replica.target import POLL_S, POLL_SHARE
+from deltachain.replica.engine import age, run_on
+from deltachain.replica.target import POLL_S, POLL_SHARE, error_of
 from deltachain.threads import started
 
 from . import MEETING
+from .compat import check_version
+from .table import SHARED
+
+if TYPE_CHECKING:
+    from .engine import VllmEngine
 
 BEAT_S: Final = 1.0  # seconds between two signs of life of a server
 SILENT_S: Final = 30.0  # seconds without one after which a server is lost
-START_S: Final = (
-    1800.0  # seconds until the first one: engines that are up may be proven for minutes
-)
-_FOREVER: Final = timedelta(days=365)
+START_S: Final = 1800.0  # seconds until the first one: all engines are up, but may be proven first
 
 logger = logging.getLogger(__name__)
 
 
-class _Call(msgspec.Struct, frozen=True, kw_only=True):
-    method: Literal["call", "pause", "resume", "oldest", "name_version"]
-    text: str = ""  # a request to ranks
-    in_doubt: bool = False
-    version: int = 0
-
-
-class _Returned(msgspec.Struct, frozen=True, kw_only=True):
-    texts: tuple[str, ...] = ()
-    error: str = ""
-    message: str = ""
-    hint: str = ""
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    method: str
-    url: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
-
-
-class _Answered(msgspec.Struct, frozen=True):
-    code: int
-    kind: str
-    body: bytes
-
-
 class Post:
-    """Messages to servers by their number, and replies; thread-safe."""
+    """Messages to servers by their number, and replies, in JSON; thread-safe."""
 
     def __init__(self, host: str, port: int) -> None:
         self._at = host, port
         self._own = local()  # a connection waits for one key at a time
 
     @property
-    def _store(self) -> TCPStore:
+    def _store(self) -> Any:
         if not hasattr(self._own, "store"):
             more: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
-            self._own.store = TCPStore(*self._at, timeout=_FOREVER, **more)
-        found: TCPStore = self._own.store
-        return found
+            made = TCPStore(*self._at, timeout=timedelta(seconds=SILENT_S), **more)
+            made.set_timeout(timedelta(days=365))
+            self._own.store = made
+        return self._own.store
 
-    def send(self, server: int, message: msgspec.Struct) -> Callable[[], bytes]:
+    def send(self, server: int, *message: object) -> Callable[[], bytes]:
         """Send a message; return a function that waits for its reply.
 
         Both raise :class:`ApplyError` if the store is gone or the server gives no sign of life.
         """
         with _reaching(server):
             key = _key(server, self._store.add(_key(server), 1))
-            self._store.set(key, _text(message))
+            self._store.set(key, msgspec.json.encode(message).decode())
         return partial(self._reply, server, f"{key}/reply")
 
     def _reply(self, server: int, key: str) -> bytes:
@@ -105,33 +81,33 @@ class Post:
                 if now - heard > limit_s:
                     raise TimeoutError(f"no sign of life for {limit_s:.0f} s")
                 time.sleep(min(max(POLL_SHARE * (now - start), POLL_S[0]), POLL_S[1]))
-            reply = self._store.get(key)
-            self._store.delete_key(key)
-        return reply
+            return self._taken(key)
+
+    def _taken(self, key: str) -> bytes:
+        found: bytes = self._store.get(key)  # waits
+        self._store.delete_key(key)
+        return found
 
     def answer(
-        self, server: int, reply: Callable[[bytes], msgspec.Struct], gone: Callable[[], object]
+        self, server: int, reply: Callable[[bytes], object], gone: Callable[[], object]
     ) -> None:
         """Answer the messages to a server in threads of their own, until the store is gone."""
 
         def answer(message: bytes, key: str) -> None:
-            self._store.set(f"{key}/reply", _text(reply(message)))
+            self._store.set(f"{key}/reply", msgspec.json.encode(reply(message)).decode())
 
         def answer_all() -> None:
             for number in itertools.count(1):
                 key = _key(server, number)
-                message = self._store.get(key)  # waits
-                self._store.delete_key(key)
-                _start(partial(answer, message, key))
+                _start(partial(answer, self._taken(key), key))
 
         def live() -> None:
-            try:
+            with suppress(RuntimeError):
                 while True:
                     self._store.add(_key(server, "beats"), 1)
                     time.sleep(BEAT_S)
-            except RuntimeError as exc:
-                logger.warning("the engine that leads is gone: %s", _first_line(exc))
-                gone()
+            logger.warning("the first of the engines that share experts is gone")
+            gone()
 
         _start(answer_all)
         _start(live)
@@ -139,14 +115,6 @@ class Post:
 
 def _key(server: int, what: object = "") -> str:
     return f"deltachain/{server}/{what}"
-
-
-def _text(message: msgspec.Struct) -> str:
-    return msgspec.json.encode(message).decode()
-
-
-def _first_line(exc: Exception) -> str:
-    return str(exc).partition("\n")[0]
 
 
 def _start(run: Callable[[], object]) -> None:
@@ -164,19 +132,16 @@ def _reaching(server: int) -> Iterator[None]:
         yield
     except (RuntimeError, TimeoutError) as exc:
         raise errors.ApplyError(
-            f"server {server} of these engines does not answer: {_first_line(exc)}",
+            f"server {server} of these engines does not answer: {str(exc).splitlines()[0]}",
             hint="start the servers of all engines again, with the same DELTACHAIN_URL",
         ) from exc
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """This server among those whose engines share experts.
+    """This server's number among those whose engines share experts, by which 0 leads.
 
-    Attributes:
-        number: Number of this server, in the order of its engines; 0 leads.
-        count: Number of all servers.
-        ranks: Number of ranks of each.
+    ``ranks`` is the number of ranks of each.
     """
 
     number: int
@@ -184,11 +149,7 @@ class Servers:
     ranks: int
     post: Post
 
-    def joint(self, engine: "OwnEngine") -> "JointEngine":
-        """Return the engines of all servers as one, by which this server leads."""
-        return JointEngine(engine, self)
-
-    async def obey(self, engine: "OwnEngine") -> None:
+    async def obey(self, engine: "VllmEngine") -> None:
         """Let the leader call this engine, which ends with its own; wait until it leads."""
         self.post.answer(self.number, partial(_called, engine), engine.end)
         await self.leader().get("/ping")  # any answer will do
@@ -196,11 +157,11 @@ class Servers:
     def answer(self, app: FastAPI, loop: asyncio.AbstractEventLoop) -> None:
         """Answer what other servers pass on, with the whole app of this one."""
 
-        def answered(message: bytes) -> _Answered:
+        def answered(message: bytes) -> tuple[int, str, str]:
             try:
-                return run_on(loop, _ask(app, message))
+                return run_on(loop, _answered(app, message))
             except errors.ApplyError as exc:
-                return _Answered(500, "text/plain", str(exc.args[0]).encode())
+                return 500, "text/plain", str(exc.args[0])
 
         self.post.answer(0, answered, lambda: None)
 
@@ -209,15 +170,9 @@ class Servers:
         return httpx.AsyncClient(transport=_ToLeader(self.post), base_url="http://leader")
 
 
-class OwnEngine(Engine, Protocol):
-    """The engine of one of the servers."""
-
-    def end(self) -> None:
-        """End the engine, and its server."""
-
-
 async def meet(client: Any) -> Servers:
     """Return the servers whose engines share experts with this one's."""
+    check_version(SHARED)
     parallel = client.vllm_config.parallel_config
     host, port = await client.engine_core.call_utility_async(MEETING)
     each = parallel.data_parallel_size_local
@@ -225,8 +180,34 @@ async def meet(client: Any) -> Servers:
         number=parallel.data_parallel_rank // each,
         count=parallel.data_parallel_size // each,
         ranks=parallel.world_size * each,
-        post=Post(host, int(port)),
+        post=Post(host, port),
     )
+
+
+_Outcome: TypeAlias = tuple[bool, list[str]]
+"""Whether a call of an engine's method succeeded, and its results, or its error as a refusal."""
+
+_METHODS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
+    "call": lambda engine, text: map(wire.encode_reply, engine.call(wire.decode_request(text))),
+    "pause": lambda engine, text: engine.pause(in_doubt=bool(text)),
+    "resume": lambda engine, _: engine.resume(),
+    "oldest": lambda engine, _: [engine.oldest()],
+    "name_version": lambda engine, text: engine.name_version(int(text)),
+}
+
+
+def _called(engine: "VllmEngine", message: bytes) -> _Outcome:
+    method, text = msgspec.json.decode(message, type=tuple[str, str])
+    try:
+        return True, list(_METHODS[method](engine, text) or ())
+    except Exception as exc:  # noqa: BLE001 - the leader waits for a reply
+        return _failed(exc)
+
+
+def _failed(exc: Exception) -> _Outcome:
+    known = exc if isinstance(exc, errors.DeltaChainError) else errors.ApplyError(repr(exc))
+    told = {"error": type(known).__name__, "message": str(known.args[0]), "hint": known.hint}
+    return False, [wire.encode_reply(wire.Refusal(rank=0, **told))]
 
 
 class JointEngine:
@@ -236,25 +217,21 @@ class JointEngine:
     engine ends too, as it would in its next step.
     """
 
-    def __init__(self, own: OwnEngine, servers: Servers) -> None:
+    def __init__(self, own: "VllmEngine", servers: Servers) -> None:
         self.software: Final = own.software
         self._own, self._servers = own, servers
 
     def call(self, request: wire.AnyRequest) -> Sequence[wire.RankReply]:
-        asked = _Call(method="call", text=wire.encode(request))
-        outcomes = self._try(asked, lambda: self._own.call(request))
+        outcomes = self._try("call", wire.encode(request))
+        if not any(is_done for is_done, _ in outcomes):
+            _results(outcomes[0])
         replies: list[wire.RankReply] = []
-        for outcome in outcomes:
-            if not isinstance(outcome, errors.DeltaChainError):
-                replies += outcome
-                continue
-            if all(isinstance(one, errors.DeltaChainError) for one in outcomes):
-                raise outcome
-            refusal = wire.Refusal(
-                error=type(outcome).__name__, message=str(outcome.args[0]), hint=outcome.hint
-            )
-            ranks = range(len(replies), len(replies) + self._servers.ranks)
-            replies += [wire.addressed(refusal, rank, request) for rank in ranks]
+        for is_done, texts in outcomes:
+            found: list[wire.RankReply] = [wire.decode_reply(text) for text in texts]
+            if not is_done:
+                ranks = range(len(replies), len(replies) + self._servers.ranks)
+                found = [wire.addressed(found[0], rank, request) for rank in ranks]
+            replies += found
         return replies
 
     def is_dead(self) -> bool:
@@ -264,88 +241,52 @@ class JointEngine:
         return self._own.is_paused()
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        own = partial(self._own.pause, in_doubt=in_doubt)
-        self._all(_Call(method="pause", in_doubt=in_doubt), own)
+        self._all("pause", "in doubt" if in_doubt else "")
 
     def resume(self) -> None:
-        self._all(_Call(method="resume"), self._own.resume)
+        self._all("resume")
 
     def oldest(self) -> str:
-        first, *others = self._all(_Call(method="oldest"), self._own.oldest)
-        return str(min((first, *(one[0] for one in others)), key=age))
+        return min((text for (text,) in self._all("oldest")), key=age)
 
     def name_version(self, version: int) -> None:
-        own = partial(self._own.name_version, version)
-        self._all(_Call(method="name_version", version=version), own)
+        self._all("name_version", str(version))
 
-    def _all(self, asked: _Call, own: Callable[[], Any]) -> list[Any]:
-        outcomes = self._try(asked, own)
-        for outcome in outcomes:
-            if isinstance(outcome, errors.DeltaChainError):
-                raise outcome
-        return outcomes
+    def _all(self, method: str, text: str = "") -> list[list[str]]:
+        return [_results(outcome) for outcome in self._try(method, text)]
 
-    def _try(self, asked: _Call, own: Callable[[], Any]) -> list[Any]:
-        """Call all engines at once, as one may wait for others; return results and errors."""
-        others = range(1, self._servers.count)
-        sent = [_caught(partial(self._servers.post.send, one, asked)) for one in others]
-        found = [_caught(own)]
-        for wait in sent:
-            reply = wait if isinstance(wait, Exception) else _caught(wait)
-            if isinstance(reply, Exception):
+    def _try(self, method: str, text: str) -> list[_Outcome]:
+        """Call a method of all engines at once, as one may wait for others."""
+        others, post = range(1, self._servers.count), self._servers.post
+        waits = [post.send(server, method, text) for server in others]
+        found = [_called(self._own, msgspec.json.encode((method, text)))]
+        for wait in waits:
+            try:
+                found.append(msgspec.json.decode(wait(), type=_Outcome))
+            except errors.ApplyError as exc:
                 self._own.end()
-            read = partial(_results, reply, asked)
-            found.append(reply if isinstance(reply, Exception) else _caught(read))
+                found.append(_failed(exc))
         return found
 
 
-def _caught(run: Callable[[], Any]) -> Any:
-    try:
-        return run()
-    except errors.DeltaChainError as exc:
-        return exc
+def _results(outcome: _Outcome) -> list[str]:
+    is_done, texts = outcome
+    if not is_done:
+        raise error_of(cast("wire.Refusal", wire.decode_reply(texts[0])))
+    return texts
 
 
-def _called(engine: Engine, message: bytes) -> _Returned:
-    asked = msgspec.json.decode(message, type=_Call)
-    texts: Sequence[str] = ()
-    try:
-        match asked.method:
-            case "call":
-                replies = engine.call(wire.decode_request(asked.text))
-                texts = [wire.encode_reply(reply) for reply in replies]
-            case "pause":
-                engine.pause(in_doubt=asked.in_doubt)
-            case "resume":
-                engine.resume()
-            case "oldest":
-                texts = [engine.oldest()]
-            case "name_version":
-                engine.name_version(asked.version)
-    except errors.DeltaChainError as exc:
-        return _Returned(error=type(exc).__name__, message=str(exc.args[0]), hint=exc.hint)
-    except Exception as exc:  # noqa: BLE001 - the leader waits for a reply
-        return _Returned(error="ApplyError", message=repr(exc))
-    return _Returned(texts=tuple(texts))
+_Request: TypeAlias = tuple[str, str, list[tuple[str, str]], str]
+"""Method, path, headers and body of what a client requests from a server that does not lead."""
 
 
-def _results(reply: bytes, asked: _Call) -> list[Any]:
-    found = msgspec.json.decode(reply, type=_Returned)
-    if not found.error:
-        return [wire.decode_reply(one) if asked.method == "call" else one for one in found.texts]
-    kind = getattr(errors, found.error, None)
-    if not isinstance(kind, type) or not issubclass(kind, errors.ApplyError):
-        kind = errors.ApplyError
-    raise kind(found.message, hint=found.hint)
-
-
-async def _ask(app: FastAPI, message: bytes) -> _Answered:
-    asked = msgspec.json.decode(message, type=_Asked)
-    given: dict[str, Any] = {"headers": asked.headers, "content": asked.body}
+async def _answered(app: FastAPI, message: bytes) -> tuple[int, str, str]:
+    method, url, headers, body = msgspec.json.decode(message, type=_Request)
     transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://leader") as client:
-        found = await client.request(asked.method, asked.url, timeout=None, **given)
-    return _Answered(found.status_code, found.headers.get("content-type", ""), found.content)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        content = body.encode("latin-1")
+        found = await client.request(method, url, headers=headers, content=content, timeout=None)
+    return found.status_code, found.headers.get("content-type", ""), found.content.decode("latin-1")
 
 
 class _ToLeader(httpx.AsyncBaseTransport):
@@ -353,15 +294,12 @@ class _ToLeader(httpx.AsyncBaseTransport):
         self._post = post
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        headers = tuple(
-            (key.decode("latin-1"), one.decode("latin-1")) for key, one in request.headers.raw
-        )
-        url = request.url.raw_path.decode()
-        asked = _Asked(request.method, url, headers, await request.aread())
+        headers = [tuple(one.decode("latin-1") for one in pair) for pair in request.headers.raw]
+        url, body = request.url.raw_path.decode(), (await request.aread()).decode("latin-1")
+        message = request.method, url, headers, body
         try:
-            reply = await aside(lambda post: post.send(0, asked)(), self._post)
+            reply = await aside(lambda post: post.send(0, *message)(), self._post)
         except errors.ApplyError as exc:
             raise httpx.ConnectError(str(exc.args[0]), request=request) from exc
-        found = msgspec.json.decode(reply, type=_Answered)
-        kind = {"content-type": found.kind}
-        return httpx.Response(found.code, headers=kind, content=found.body, request=request)
+        code, kind, text = msgspec.json.decode(reply, type=tuple[int, str, str])
+        return httpx.Response(code, headers={"content-type": kind}, content=text.encode("latin-1"))

@@ -18,7 +18,7 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
 from deltachain_vllm import servers as module
 from deltachain_vllm.front_ends import pass_on
-from deltachain_vllm.servers import Post, Servers
+from deltachain_vllm.servers import JointEngine, Post, Servers
 from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed
 
@@ -81,14 +81,13 @@ class Pair:
         self.engines = [OneRank(self.followed, rank) for rank in (0, 1)]
         subscribe = SubscribeConfig(url=self.followed.store.url)
         settings = ReplicaSettings(subscribe=subscribe, spool=self.followed.spool)
-        engine = self.first.joint(self.engines[0])
+        own: Any = self.engines[0]
+        engine = JointEngine(own, self.first)
         self.leader = Leader(settings, engine, store=self.followed.store)
 
     def obeys(self) -> None:
-        self.second.post.answer(1, lambda text: module._called(self.engines[1], text), self.gone)
-
-    def gone(self) -> None:
-        self.engines[1].end()
+        engine: Any = self.engines[1]
+        self.second.post.answer(1, lambda text: module._called(engine, text), engine.end)
 
     def are(self, field: str) -> list[Any]:
         return [getattr(one, field) for one in self.engines]
@@ -99,6 +98,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(module, "BEAT_S", 0.05)
     made = Pair(tmp_path)
     made.obeys()
+    made.store.wait([module._key(1, "beats")])
     yield made
     made.leader.stop()
     made.followed.close()
@@ -168,7 +168,8 @@ def test_what_other_servers_are_asked_is_passed_on(pair: Pair) -> None:
 
     async def run() -> httpx.Response:
         pass_on(other, ["/v1/deltachain/{rest:path}"], pair.second.leader())
-        asked = asyncio.create_task(pair.second.obey(pair.engines[1]))
+        engine: Any = pair.engines[1]
+        asked = asyncio.create_task(pair.second.obey(engine))
         await asyncio.sleep(0.2)
         assert not asked.done(), "it waits for a leader"
         pair.first.answer(leading, asyncio.get_running_loop())
