@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import httpx
 import msgspec
 from fastapi import FastAPI
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import TCPStore
 
 from deltachain import errors
 from deltachain.control.server import aside
@@ -206,8 +206,9 @@ def _called(engine: "VllmEngine", message: bytes) -> _Outcome:
 
 def _failed(exc: Exception) -> _Outcome:
     known = exc if isinstance(exc, errors.DeltaChainError) else errors.ApplyError(repr(exc))
-    told = {"error": type(known).__name__, "message": str(known.args[0]), "hint": known.hint}
-    return False, [wire.encode_reply(wire.Refusal(rank=0, **told))]
+    name, told = type(known).__name__, str(known.args[0])
+    refusal = wire.Refusal(rank=0, error=name, message=told, hint=known.hint)
+    return False, [wire.encode_reply(refusal)]
 
 
 class JointEngine:

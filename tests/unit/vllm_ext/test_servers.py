@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from deltachain.errors import ApplyError, PartialApplyError, PoisonedError
 from deltachain.replica import messages
