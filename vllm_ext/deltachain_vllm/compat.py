@@ -27,18 +27,18 @@ def check_version(*uses: str) -> str:
     return str(vllm.__version__)
 
 
-def check_layout(config: Any) -> None:
+def check_layout(config: Any, *, in_process: bool = False) -> None:
     """Refuse engines whose weights cannot be proven at all times, or whose experts move."""
     if getattr(getattr(config, "load_config", None), "load_format", "") == "dummy":
         raise UnsupportedEngineError(
             "this engine starts with random weights (--load-format dummy), not with a checkpoint",
             hint="start it without --load-format dummy",
         )
-    if shares_experts(config) and config.model_config.enable_sleep_mode:
+    if shares_experts(config) and (in_process or config.model_config.enable_sleep_mode):
         raise UnsupportedEngineError(
-            "engines of several servers share experts, and one may release its weights alone "
-            "(--enable-sleep-mode)",
-            hint="start them without --enable-sleep-mode",
+            "engines of several programs share experts, and one may release its weights alone "
+            "(--enable-sleep-mode), or is no server",
+            hint="let vllm serve start each, without --enable-sleep-mode",
         )
     check_experts(config)
 

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deltachain.errors import ApplyError, ConfigError, PartialApplyError, UnsupportedEngineError
+from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.replica import messages as wire
 from deltachain.replica.engine import age, pause_mode, run_on
 from deltachain.replica.leader import Leader
@@ -20,15 +20,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE, IN_PLACE
 from .cache_salts import OLDEST, check_salted
-from .compat import (
-    call_engines,
-    call_workers,
-    check_experts,
-    check_layout,
-    check_version,
-    pause,
-    shares_experts,
-)
+from .compat import call_engines, call_workers, check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
 from .table import TABLE
@@ -237,12 +229,7 @@ def _engine_of(
     TABLE.tell(check_version())
     if isinstance(llm, EngineClient):
         check_extension(llm.vllm_config, ARGUMENT)
-        check_layout(llm.vllm_config)
-        if shares_experts(llm.vllm_config):
-            raise UnsupportedEngineError(
-                "this engine shares experts with engines of other programs, which one leader swaps",
-                hint="start servers, or let one program have all engines",
-            )
+        check_layout(llm.vllm_config, in_process=True)
         return VllmEngine(llm, _loop_of(llm), settings)
     if not hasattr(llm, "llm_engine"):
         raise ConfigError(

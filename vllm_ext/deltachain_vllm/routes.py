@@ -25,7 +25,6 @@ from .compat import check_layout, check_version, front_end_of, shares_experts
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
-    from .engine import VllmEngine
     from .servers import Servers
 
 # vLLM's routes for sleep are wrapped, as endpoint plugins may do. At level 1 vLLM
@@ -170,7 +169,8 @@ class EndpointPlugin:
         if servers is not None and servers.number > 0:
             from .front_ends import pass_on
 
-            await servers.obey(_own(engine_client, loop, ReplicaSettings.of(os.environ)))
+            settings = ReplicaSettings.of(os.environ)
+            await servers.obey(_engine(engine_client, loop, settings)[0])
             pass_on(self._app, [*passed, "/update_weights"], servers.leader())
         else:
             keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
@@ -191,32 +191,19 @@ class EndpointPlugin:
             state.deltachain_front = await answer(self._app)
 
 
-def _own(
+def _engine(
     client: "EngineClient | None",
     loop: asyncio.AbstractEventLoop,
     settings: ReplicaSettings | None,
-) -> "VllmEngine":
+    servers: "Servers | None" = None,
+) -> control_server.LedEngine:
     if client is None or settings is None:
         raise ConfigError("this server has no engine of its own")
     check_layout(client.vllm_config)
     check_version()
     from .engine import VllmEngine
-
-    return VllmEngine(client, loop, settings)
-
-
-def _engine(
-    client: "EngineClient | None",
-    loop: asyncio.AbstractEventLoop,
-    settings: ReplicaSettings,
-    servers: "Servers | None" = None,
-) -> control_server.LedEngine:
-    own = _own(client, loop, settings)
     from .model import checkpoint_of
 
-    config: Any = getattr(client, "vllm_config", None)
-    if servers is None:
-        return own, checkpoint_of(config)
-    from .servers import JointEngine
-
-    return JointEngine(own, servers), checkpoint_of(config)
+    engine: Any = VllmEngine(client, loop, settings)
+    engine = servers.joint(engine) if servers is not None else engine
+    return engine, checkpoint_of(client.vllm_config)

@@ -149,7 +149,10 @@ class Servers:
     ranks: int
     post: Post
 
-    async def obey(self, engine: "VllmEngine") -> None:
+    def joint(self, engine: "VllmEngine") -> "JointEngine":
+        return JointEngine(engine, self)
+
+    async def obey(self, engine: Any) -> None:
         """Let the leader call this engine, which ends with its own; wait until it leads."""
         self.post.answer(self.number, partial(_called, engine), engine.end)
         await self.leader().get("/ping")  # any answer will do

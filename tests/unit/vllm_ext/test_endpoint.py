@@ -79,8 +79,10 @@ def test_engines_that_share_experts_may_not_release_their_weights(
     config = SimpleNamespace(parallel_config=parallel, model_config=model)
     assert shares_experts(config) is shared
     check_layout(config)
-    model.enable_sleep_mode = True
     if shared:
+        with pytest.raises(ConfigError, match="is no server"):
+            check_layout(config, in_process=True)
+        model.enable_sleep_mode = True
         with pytest.raises(ConfigError, match="--enable-sleep-mode"):
             check_layout(config)
 

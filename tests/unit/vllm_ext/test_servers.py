@@ -18,7 +18,7 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
 from deltachain_vllm import servers as module
 from deltachain_vllm.front_ends import pass_on
-from deltachain_vllm.servers import JointEngine, Post, Servers
+from deltachain_vllm.servers import Post, Servers
 from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed
 
@@ -82,7 +82,7 @@ class Pair:
         subscribe = SubscribeConfig(url=self.followed.store.url)
         settings = ReplicaSettings(subscribe=subscribe, spool=self.followed.spool)
         own: Any = self.engines[0]
-        engine = JointEngine(own, self.first)
+        engine = self.first.joint(own)
         self.leader = Leader(settings, engine, store=self.followed.store)
 
     def obeys(self) -> None:
@@ -168,8 +168,7 @@ def test_what_other_servers_are_asked_is_passed_on(pair: Pair) -> None:
 
     async def run() -> httpx.Response:
         pass_on(other, ["/v1/deltachain/{rest:path}"], pair.second.leader())
-        engine: Any = pair.engines[1]
-        asked = asyncio.create_task(pair.second.obey(engine))
+        asked = asyncio.create_task(pair.second.obey(pair.engines[1]))
         await asyncio.sleep(0.2)
         assert not asked.done(), "it waits for a leader"
         pair.first.answer(leading, asyncio.get_running_loop())
