@@ -153,7 +153,8 @@ TABLE: Final = CapabilityTable(
         ),
         Capability(
             "leads engines of other servers that share experts",
-            names("""
+            names(f"""
+                {_CLIENT} shutdown()
                 vllm.config:ParallelConfig. local_engines_only data_parallel_size_local
                 stateless_init_dp_group(return_store)
                 vllm.v1.engine.core: DPEngineCoreProc._init_data_parallel(vllm_config)
