@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(57_985, 263, 0.09),
-    "tests": Size(88_165, 406, 1.0),
+    "wheel": Size(58_351, 263, 0.09),
+    "tests": Size(88_366, 406, 1.0),
 }
 
 

@@ -69,6 +69,7 @@ _SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
 """For OpenAPI only: :meth:`Control.authorise` compares the token."""
 
 _T = TypeVar("_T")
+_A = TypeVar("_A")
 
 
 class Control:
@@ -150,14 +151,14 @@ def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
         work.exception()  # retrieved here, since the waiting coroutine may be gone
 
 
-async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
+async def aside(action: Callable[[_A], _T], given: _A) -> _T:
     """Call in a daemon thread, which does not block the end of the process as executors do."""
     outcome: Future[_T] = Future()
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            outcome.set_result(action(leader))
+            outcome.set_result(action(given))
         except BaseException as exc:  # noqa: BLE001 - raised again by await
             outcome.set_exception(exc)
 

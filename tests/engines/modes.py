@@ -50,6 +50,9 @@ COLUMNS: Final = ("follow", "rollback", "kill -9, restart", "push", "wrong token
 KEPT: Final = ROOT / "modes" / ENGINE
 README: Final = ROOT / f"{ENGINE}_ext" / "README.md"
 DEAD: Final = {"vllm": "EngineDeadError"}.get(ENGINE, "Scheduler hit an exception")
+ENDS_S: Final = 90.0
+"""Seconds within which servers end whose experts are lost."""
+
 LONGEST: Final = 180
 """Characters of what an engine says in a table."""
 
@@ -100,6 +103,7 @@ class Mode:
     tp: int = 1
     dp: int = 1
     last: int | None = None  # number of the rank that is killed, if not that of tp and dp
+    joint: bool = False  # its servers end as one
     plain: bool = True  # linears as on an accelerator
     fresh: str = ""  # what is compared with a fresh load: "tokens", "bits"; else a judge knows
     program: str = ""  # module that is run in place of the server's, with its arguments
@@ -227,7 +231,8 @@ def engines(size: int, local: int) -> tuple[str, ...]:
 def balanced(option: str, each: str, size: int, local: int, **more: Any) -> Mode:
     """Servers of vLLM with some engines each, which something else balances among."""
     first = tuple((each, str(number)) for number in range(0, size, local))
-    return Mode(arguments=(*engines(size, local), option), each=first, last=local - 1, **more)
+    shown = {"arguments": (*engines(size, local), option), "each": first, "last": local - 1}
+    return Mode(**{**shown, **more})
 
 
 def speculating(**how: Any) -> tuple[str, ...]:
@@ -280,7 +285,7 @@ MODES: Final[Mapping[str, Mapping[str, Mode]]] = {
         "hybrid, two engines each": balanced(*HYBRID, 4, 2),
         "hybrid, one engine each": balanced(*HYBRID, 2, 1, environment=TOGETHER),
         "external": balanced(*EXTERNAL, 2, 1),
-        "external, experts": balanced(*EXTERNAL, 2, 1, make=MOE),
+        "external, experts": balanced(*EXTERNAL, 2, 1, make=MOE, last=1, joint=True),
         "drafts: ngram": Mode(
             arguments=speculating(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
         ),
@@ -488,7 +493,13 @@ class Trying:
                 judge = self.last.judge(int(answer.spans[0][2]))
                 assert not judge.wrong(answer.prompt, answer.tokens, range(len(answer.tokens)))
         assert not self.last.server.alive or self.last.server.readiness() <= {503}
-        if len(self.replicas) > 1:
+        if self.mode.joint:
+            first = [
+                answer for one in self.replicas for answer in one.last_words([5, 6, 7], ENDS_S)
+            ]
+            assert not first, "it generates without experts"
+            assert not any(one.server.alive for one in self.replicas)
+        elif len(self.replicas) > 1:
             head = self.trainer.step()
             most = head - 1 if self.together else head
             self.first.server.wait_for(lambda status: status["version"] == most)

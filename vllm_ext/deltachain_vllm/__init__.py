@@ -31,6 +31,9 @@ BACKEND: Final = "deltachain"
 HANDLE: Final = "deltachain_handle"
 """Name of the worker method that handles requests."""
 
+MEETING: Final = "deltachain_meeting"
+"""Name of the method of an engine's core that returns host and port of its group's store."""
+
 IN_PLACE: Final = "in_place"
 """Pause mode in which caches and running requests are kept."""
 
@@ -63,9 +66,10 @@ def register() -> None:
         if BACKEND not in Factory._registry:  # vLLM has no public way to ask
             Factory.register_engine(BACKEND, "deltachain_vllm.backend", "DeltaChainEngine")
 
-        from .compat import remember_loaded
+        from .compat import let_meet, remember_loaded
 
         remember_loaded()
+        let_meet(MEETING)
         if os.environ.get("DELTACHAIN_PAUSE", "").strip() == IN_PLACE:
             from .cache_salts import salt_requests
 

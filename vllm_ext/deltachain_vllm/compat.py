@@ -27,31 +27,38 @@ def check_version(*uses: str) -> str:
     return str(vllm.__version__)
 
 
-def check_layout(config: Any) -> None:
-    """Refuse engines that one leader cannot pause and prove, or whose experts move."""
+def check_layout(config: Any, *, in_process: bool = False) -> None:
+    """Refuse engines whose weights cannot be proven at all times, or whose experts move."""
     if getattr(getattr(config, "load_config", None), "load_format", "") == "dummy":
         raise UnsupportedEngineError(
             "this engine starts with random weights (--load-format dummy), not with a checkpoint",
             hint="start it without --load-format dummy",
         )
-    parallel: Any = getattr(config, "parallel_config", None)
-    balanced = getattr(parallel, "local_engines_only", False)
-    if balanced and parallel.data_parallel_size > 1 and config.model_config.is_moe:
+    if shares_experts(config) and (in_process or config.model_config.enable_sleep_mode):
         raise UnsupportedEngineError(
-            "engines of several servers share experts, so that none can pause alone",
-            hint="let one server balance over all engines, without --data-parallel-rank, "
-            "--data-parallel-hybrid-lb and --data-parallel-external-lb",
+            "engines of several programs share experts, and one may release its weights alone "
+            "(--enable-sleep-mode), or is no server",
+            hint="let vllm serve start each, without --enable-sleep-mode",
         )
     check_experts(config)
 
 
+def shares_experts(config: Any) -> bool:
+    """Return whether engines of other servers step together with those of this one."""
+    parallel: Any = getattr(config, "parallel_config", None)
+    apart = getattr(parallel, "local_engines_only", False)
+    return bool(apart and parallel.data_parallel_size > 1 and config.model_config.is_moe)
+
+
 def rank_of(parallel: Any, rank: int) -> int:
-    """Return the number of a worker among those of all engines of its server.
+    """Return the number of a worker among those of all engines that its leader calls.
 
     Args:
-        parallel: vLLM's configuration of its engine.
+        parallel: vLLM's configuration of its engine, which has one engine if they share nothing.
         rank: Its rank in that engine.
     """
+    if parallel.local_engines_only and parallel.data_parallel_size > 1:
+        return int(parallel.data_parallel_index * parallel.world_size + rank)
     if parallel.data_parallel_external_lb or int(os.environ.get("VLLM_DP_SIZE") or 1) > 1:
         return rank  # a server or a program for each engine
     of_server = parallel.data_parallel_rank_local or 0
@@ -83,6 +90,16 @@ async def call_workers(
         raise EngineVersionError("this vLLM returns replies of its first data-parallel engine only")
     found: list[Any] = await client.collective_rpc(method, limit_s, args)
     return found
+
+
+def let_meet(method: str) -> None:
+    """Give the core of an engine a method that returns where the store of its group is."""
+    from vllm.v1.engine.core import EngineCore
+
+    def meeting(core: Any) -> tuple[str, int]:
+        return core.dp_store.host, core.dp_store.port
+
+    setattr(EngineCore, method, meeting)
 
 
 def front_end_of(client: Any) -> tuple[int, int]:

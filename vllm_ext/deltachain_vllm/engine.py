@@ -107,6 +107,10 @@ class VllmEngine:
         self.asleep = True
         self._wait(self._client.collective_rpc("deltachain_settle"))
 
+    def end(self) -> None:
+        """End the engine, and the server with it."""
+        self._loop.call_soon_threadsafe(self._client.shutdown)
+
     async def _send(self, request: wire.RankRequest) -> Sequence[str]:
         limit_s = STEP_S if isinstance(request, _QUICK) else None
         return await call_workers(self._client, HANDLE, wire.encode(request), limit_s=limit_s)
@@ -225,7 +229,7 @@ def _engine_of(
     TABLE.tell(check_version())
     if isinstance(llm, EngineClient):
         check_extension(llm.vllm_config, ARGUMENT)
-        check_layout(llm.vllm_config)
+        check_layout(llm.vllm_config, in_process=True)
         return VllmEngine(llm, _loop_of(llm), settings)
     if not hasattr(llm, "llm_engine"):
         raise ConfigError(

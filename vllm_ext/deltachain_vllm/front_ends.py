@@ -52,7 +52,7 @@ async def answer(app: FastAPI) -> tuple[Spool, uvicorn.Server, "asyncio.Task[Non
     return spool, server, asyncio.create_task(server.serve())
 
 
-async def _first_front_end() -> httpx.AsyncClient:
+async def first_front_end() -> httpx.AsyncClient:
     """Return a client of the first front end, once that answers."""
     fresh = httpx.Limits(max_keepalive_connections=0)  # the other side closes idle connections
     while True:
@@ -68,9 +68,8 @@ async def _first_front_end() -> httpx.AsyncClient:
         await asyncio.sleep(LOOK_S)
 
 
-async def pass_on(app: FastAPI, paths: Sequence[str]) -> None:
-    """Pass requests for some paths on to the first front end; return once it answers."""
-    client = await _first_front_end()
+def pass_on(app: FastAPI, paths: Sequence[str], client: httpx.AsyncClient) -> None:
+    """Pass requests for some paths on to a leader."""
 
     async def passed(request: Request) -> Response:
         url = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -78,7 +77,7 @@ async def pass_on(app: FastAPI, paths: Sequence[str]) -> None:
         try:
             found = await client.request(request.method, url, headers=raw, content=body)
         except httpx.HTTPError as exc:
-            return PlainTextResponse(f"the front end that leads did not answer: {exc!r}", 503)
+            return PlainTextResponse(f"the server that leads did not answer: {exc!r}", 503)
         kind: dict[str, Any] = {"media_type": found.headers.get("content-type")}
         return Response(found.content, found.status_code, **kind)
 

@@ -20,11 +20,12 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 
 from . import speak
-from .compat import check_layout, check_version, front_end_of
+from .compat import check_layout, check_version, front_end_of, shares_experts
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
+    from .servers import Servers
 
 # vLLM's routes for sleep are wrapped, as endpoint plugins may do. At level 1 vLLM
 # moves weights to the host and drops its cache, at level 2 it drops both; at level 0 it only stops
@@ -151,25 +152,39 @@ class EndpointPlugin:
         """Catch up before the server accepts requests; called once, when the engine is up."""
         speak()
         number, count = front_end_of(engine_client)
-        if number > 0 and "DELTACHAIN_URL" in os.environ:
-            from .front_ends import pass_on
+        follows = "DELTACHAIN_URL" in os.environ
+        ours = (route.path for route in control_routes.probes.routes if isinstance(route, APIRoute))
+        passed = [f"{PREFIX}/{{rest:path}}", *ours]
+        if number > 0 and follows:
+            from .front_ends import first_front_end, pass_on
 
-            ours = (
-                route.path for route in control_routes.probes.routes if isinstance(route, APIRoute)
-            )
-            await pass_on(self._app, [f"{PREFIX}/{{rest:path}}", *ours, *WRAPPED])
+            pass_on(self._app, [*passed, *WRAPPED], await first_front_end())
             return
         loop = asyncio.get_running_loop()
-        keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
-        has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
-        state.deltachain = await control_server.lead(
-            lambda settings: _engine(engine_client, loop, settings),
-            os.environ,
-            is_open=getattr(args, "host", None) in control_server.LOOPBACK,
-            is_guarded=has_key,
-            address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
-        )
-        control_server.join_registry(state.deltachain)
+        servers = None
+        if follows and shares_experts(getattr(engine_client, "vllm_config", None)):
+            from .servers import meet
+
+            servers = await meet(engine_client)
+        if servers is not None and servers.number > 0:
+            from .front_ends import pass_on
+
+            settings = ReplicaSettings.of(os.environ)
+            await servers.obey(_engine(engine_client, loop, settings)[0])
+            pass_on(self._app, [*passed, "/update_weights"], servers.leader())
+        else:
+            keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
+            has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
+            state.deltachain = await control_server.lead(
+                lambda settings: _engine(engine_client, loop, settings, servers),
+                os.environ,
+                is_open=getattr(args, "host", None) in control_server.LOOPBACK,
+                is_guarded=has_key,
+                address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
+            )
+            control_server.join_registry(state.deltachain)
+            if servers is not None:
+                servers.answer(self._app, loop)
         if count > 1:
             from .front_ends import answer
 
@@ -179,14 +194,16 @@ class EndpointPlugin:
 def _engine(
     client: "EngineClient | None",
     loop: asyncio.AbstractEventLoop,
-    settings: ReplicaSettings,
+    settings: ReplicaSettings | None,
+    servers: "Servers | None" = None,
 ) -> control_server.LedEngine:
-    if client is None:
+    if client is None or settings is None:
         raise ConfigError("this server has no engine of its own")
     check_layout(client.vllm_config)
     check_version()
     from .engine import VllmEngine
     from .model import checkpoint_of
 
-    engine = VllmEngine(client, loop, settings)
+    engine: Any = VllmEngine(client, loop, settings)
+    engine = servers.joint(engine) if servers is not None else engine
     return engine, checkpoint_of(client.vllm_config)

@@ -13,6 +13,9 @@ _TRANSFER: Final = "vllm.distributed.weight_transfer"
 BALANCED: Final = "enable_eplb"
 """The use of an engine that moves experts between slots."""
 
+SHARED: Final = "shared_experts"
+"""The use of engines of several servers that share experts."""
+
 TABLE: Final = CapabilityTable(
     engine="vLLM",
     tested=("0.31", "0.32"),
@@ -147,6 +150,18 @@ TABLE: Final = CapabilityTable(
                 DPLBAsyncMPClient.call_utility_all_async
             """),
             without="a server of several engines is refused",
+        ),
+        Capability(
+            "leads engines of other servers that share experts",
+            names(f"""
+                {_CLIENT} shutdown()
+                vllm.config:ParallelConfig. local_engines_only data_parallel_size_local
+                stateless_init_dp_group(return_store)
+                vllm.v1.engine.core: DPEngineCoreProc._init_data_parallel(vllm_config)
+                vllm.v1.engine.core_client: AsyncMPClient.call_utility_async(method)
+            """),
+            without="engines of several servers that share experts are refused",
+            needed_by=SHARED,
         ),
         Capability(
             "adds routes and a leader to a server",

@@ -18,7 +18,13 @@ from torch import nn
 from deltachain.control.server import Control
 from deltachain.errors import ConfigError, EngineVersionError, TensorMismatchError
 from deltachain.replica.leader import Leader
-from deltachain_vllm.compat import call_workers, check_experts, check_layout, rank_of
+from deltachain_vllm.compat import (
+    call_workers,
+    check_experts,
+    check_layout,
+    rank_of,
+    shares_experts,
+)
 from deltachain_vllm.routes import EndpointPlugin, attach_own
 from deltachain_vllm.scales import CREATE, OPS, owned, uncaptured
 from deltachain_vllm.start_check import check_front, check_listed, check_start, is_server
@@ -44,7 +50,8 @@ def parallel_of(**fields: Any) -> Any:
     [
         ({}, {}, 7),  # engine 3 of 4
         ({"data_parallel_hybrid_lb": True}, {}, 3),  # the second engine of this server
-        ({"data_parallel_external_lb": True}, {}, 1),
+        ({"data_parallel_external_lb": True, "data_parallel_size": 1}, {}, 1),
+        ({"data_parallel_external_lb": True, "local_engines_only": True}, {}, 7),  # shares experts
         ({}, {"VLLM_DP_SIZE": "4"}, 1),  # a program for each engine
         ({"data_parallel_index": 0, "data_parallel_rank_local": None}, {}, 1),
     ],
@@ -62,18 +69,22 @@ def test_ranks_are_numbered_over_the_engines_of_one_server(
 
 
 @pytest.mark.parametrize(
-    ("engines", "moe", "refused"), [(2, True, True), (1, True, False), (2, False, False)]
+    ("engines", "moe", "shared"), [(2, True, True), (1, True, False), (2, False, False)]
 )
-def test_engines_of_several_servers_that_step_together_are_refused(
-    *, engines: int, moe: bool, refused: bool
+def test_engines_that_share_experts_may_not_release_their_weights(
+    *, engines: int, moe: bool, shared: bool
 ) -> None:
     parallel = parallel_of(local_engines_only=True, data_parallel_size=engines)
-    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe))
-    if not refused:
-        check_layout(config)
-        return
-    with pytest.raises(ConfigError, match="none can pause alone"):
-        check_layout(config)
+    model = SimpleNamespace(is_moe=moe, enable_sleep_mode=False)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    assert shares_experts(config) is shared
+    check_layout(config)
+    if shared:
+        with pytest.raises(ConfigError, match="is no server"):
+            check_layout(config, in_process=True)
+        model.enable_sleep_mode = True
+        with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+            check_layout(config)
 
 
 def test_an_engine_that_starts_with_random_weights_is_refused() -> None:
