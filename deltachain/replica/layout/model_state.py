@@ -393,9 +393,20 @@ class ModelState:
         return [*self.other_outputs(frozenset(self.outputs)), *self._stale]
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
-        wanted = layers & self.outputs.keys()
-        now = self._compute(wanted)
-        return [n for n in wanted if n not in now or not same_tensor(now[n], self.outputs[n])]
+        now = self.outputs_of(layers)
+        return [
+            n
+            for n in layers & self.outputs.keys()
+            if n not in now or not same_tensor(now[n], self.outputs[n])
+        ]
+
+    def numbers_of(self, layers: frozenset[str]) -> dict[str, float]:
+        """Return the numbers that layers hold now."""
+        return dict(_numbers({name: self.modules[name] for name in self.modules.keys() & layers}))
+
+    def outputs_of(self, layers: frozenset[str]) -> dict[str, Tensor]:
+        """Return what layers compute now, of those that were computed at first."""
+        return self._compute(layers & self.outputs.keys())
 
     def _compute(self, layers: frozenset[str]) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -5,12 +5,16 @@ layers, and loading the first bits again must restore them, bit for bit; the sam
 the same. A loader that silently does nothing, or updates only other tensors, fails these tests.
 """
 
+import random
+import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import combinations, count, zip_longest
 from math import comb, isqrt
+from operator import or_
 from typing import Any, Final, TypeVar
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
@@ -32,8 +36,12 @@ from .model_state import (
     scope_of,
 )
 from .module_members import Members, may_hide_tensors
+from .unit_changes import LOADS, UnitChanges
 
 _T = TypeVar("_T")
+
+MANY: Final = 16
+"""Number of tensors of a group up to which a reload gives other bits to one of them at a time."""
 
 TURN: Final = 1
 """Turn of the other bits of what is not loaded: equal tensors differ from those that are."""
@@ -169,15 +177,62 @@ class Trial:
 
         One tensor of each group at a time has other bits. The load of the next restores them.
         """
-        seen, changed = _Seen(self, groups), list[LoadGroup]()
-        for names in zip_longest(*(group.names for group in groups)):
-            picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
-            self._load(dict.fromkeys([*changed, *picked.values()]), picked)
-            seen.look(picked)
-            changed = list(picked.values())
-        self._load(changed)
-        self.state.expect_same()
+        seen = _Seen(self, groups)
+        large = self._large(groups)
+        if large:  # before they are looked at: is this a load that restores them at all?
+            self._load(large, [name for group in large for name in group.names])
+            self._load(large)
+            self.state.expect_same()
+        self._look_alone({one: one.names for one in groups if one not in large}, seen)
+        self._look_at_sets(large, seen)
         return seen.outcome()
+
+    def _large(self, groups: Iterable[LoadGroup]) -> list[LoadGroup]:
+        """Return the groups of so many tensors that each reload takes other bits of several."""
+        most = comb(LOADS, 3)
+        return [
+            one
+            for one in groups
+            if MANY < len(one.names) <= most and one.layers and self.method in RELOADS
+        ]
+
+    def _look_alone(
+        self,
+        names: Mapping[LoadGroup, Sequence[str]],
+        watch: "_Seen",
+        changed: Sequence[LoadGroup] = (),
+    ) -> None:
+        """Load other bits of one tensor of each group after another; restore them.
+
+        Groups that are ``changed`` have other bits at first.
+        """
+        for turn in zip_longest(*names.values()):
+            picked = {n: g for n, g in zip(turn, names, strict=True) if n is not None}
+            self._load(dict.fromkeys([*changed, *picked.values()]), picked)
+            watch.look(picked)
+            changed = list(picked.values())
+        if changed:
+            self._load(changed)
+            self.state.expect_same()
+
+    def _look_at_sets(self, groups: Sequence[LoadGroup], watch: "_Seen") -> None:
+        """Load other bits of sets of tensors of each group; of what these do not show, alone."""
+        if not groups:
+            return
+        units = UnitChanges(self.state, watch.reached(groups))
+        doubtful: dict[LoadGroup, list[str]] = {group: [] for group in groups}
+        changed: list[LoadGroup] = []
+        for kinds in zip_longest(*(_sets_of_kinds(group.names) for group in groups), fillvalue=()):
+            for number, sets in enumerate(zip_longest(*kinds, fillvalue=())):
+                picked = {n: g for some, g in zip(sets, groups, strict=True) for n in some}
+                self._load(dict.fromkeys([*changed, *picked.values()]), picked)
+                units.look(number)
+                watch.glance(picked)
+                changed = list(dict.fromkeys(picked.values()))
+            loads = units.loads()
+            for group, sets_of_group in zip(groups, kinds, strict=True):
+                doubtful[group] += watch.unseen(group, sets_of_group, loads)
+        self._look_alone(doubtful, watch, changed)
 
     def _expect_apart(
         self,
@@ -209,14 +264,18 @@ class Trial:
             self._load(some, others)
             last.expect_same()
         self.write_untouched(other=False)
-        if watch is not None:
-            last = self._look_at_each(groups, watch, last)
+        large = self._large(groups) if watch is not None else []
+        small = [group for group in groups if group not in large]
+        if watch is not None and small:
+            last = self._look_at_each(small, watch, last)
             trim_memory()
         for column in columns:
             if in_turn:
                 last.expect_same(scope_of(column))
             self._load(column)
         self.state.expect_same()
+        if watch is not None:
+            self._look_at_sets(large, watch)
         return (watch.outcome() if watch else Outcome()) + Outcome(moved=moved)
 
     def _look_at_each(
@@ -321,16 +380,71 @@ class _Seen:
         ``others`` have other bits than at first; by default the picked ones do, and no more.
         """
         before, others = before or self.trial.state, others or picked
-        changed = before.changed()
-        self.touched |= changed
+        changed = self._changed(picked, others, before)
         followed = before.follows(self._reached(picked, changed, before))
         for name, group in picked.items():
-            if not self.trial.findings.placements[name]:  # it may be stored at unrecorded places
-                self.moved |= _displaced(self.trial, group.names, others)
             why = self._judge(name, group, changed, before, followed)
             if why:
                 raise TensorMismatchError(why, tensor=name)
         self._expect_followed(picked, changed, before)
+
+    def _changed(
+        self, picked: Mapping[str, LoadGroup], others: Collection[str], state: ModelState
+    ) -> frozenset[str]:
+        changed = state.changed()
+        self.touched |= changed
+        placements = self.trial.findings.placements
+        unrecorded = (g for n, g in picked.items() if not placements[n])  # stored anywhere
+        for group in dict.fromkeys(unrecorded):
+            self.moved |= _displaced(self.trial, group.names, others)
+        return changed
+
+    def glance(self, picked: Mapping[str, LoadGroup]) -> None:
+        """Judge what sets of tensors change beside their groups, as :meth:`look` does."""
+        state = self.trial.state
+        self._expect_followed(picked, self._changed(picked, picked, state), state)
+
+    def reached(self, groups: Iterable[LoadGroup]) -> frozenset[str]:
+        """Return all layers that may have to follow any tensor of some groups."""
+        picked = {name: group for group in groups for name in group.names}
+        return self._reached(picked, frozenset(self.trial.state.tensors), self.trial.state)
+
+    def unseen(
+        self,
+        group: LoadGroup,
+        sets: Sequence[Collection[str]],
+        loads: Mapping[str, frozenset[int]],
+    ) -> list[str]:
+        """Return the tensors of some sets that the loads of these do not show to be followed.
+
+        For each tensor, units of the same members and outputs must have changed in exactly its
+        loads as :meth:`look` expects to change with it alone; and of every layer with a member that
+        changed in all of them, and so may depend on it.
+        """
+        state, found = self.trial.state, list[str]()
+        shown = state.outputs.keys() & state.processed
+        ever = {one: reduce(or_, seen, 0) for one, seen in loads.items()}
+        mine = [one for one in loads if state.owner.get(one) in group.layers]
+        sharers = {one: state.memory.overlapping(state.tensors[one]) for one in mine}
+        codes: dict[str, int] = defaultdict(int)
+        for number, names in enumerate(sets):
+            for name in names:
+                codes[name] |= 1 << number
+        for name, code in codes.items():
+            exact = {one for one, seen in loads.items() if code in seen}
+            holders = [sharers[one] for one in mine if ever[one] & code == code]
+            needed = self.trial.links.get(name, frozenset()).union(*holders)
+            owners = {state.owner.get(one, one.removesuffix("()")) for one in exact}
+            followed = {o for o in owners if o not in shown or f"{o}()" in exact}
+            followed &= group.layers | needed
+            live = exact.intersection(mine)
+            derived = self.trial.findings.derived.get(name, frozenset())
+            if not (followed & group.layers or live) or derived - exact or needed - followed:
+                found.append(name)
+                continue
+            self.left.discard(group.names[0])
+            self.followed[group] = self.followed.get(group, frozenset()) | (followed & group.layers)
+        return found
 
     def _expect_followed(
         self, picked: Mapping[str, LoadGroup], changed: frozenset[str], state: ModelState
@@ -435,6 +549,18 @@ def separating(groups: Sequence[_T]) -> Iterator[list[_T]]:
     chosen = list(zip(groups, combinations(range(number), times), strict=False))
     for at in range(number):
         yield [group for group, numbers in chosen if at in numbers]
+
+
+def _sets_of_kinds(names: Iterable[str]) -> list[list[list[str]]]:
+    """Return sets of each kind of tensors, drawn at random; only numbers in names differ in a kind.
+
+    Outputs follow tensors of several kinds, which do not get other bits together.
+    """
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[re.sub(r"\d+", "0", name)].append(name)
+    draw = random.SystemRandom().sample
+    return [list(separating(draw(same, len(same)))) for same in kinds.values()]
 
 
 def find_untestable(state: ModelState, findings: Findings) -> Findings:
