@@ -149,10 +149,15 @@ def _only_returns(function: object) -> bool:
 PART: Final = 4 << 30
 """Bytes of weights that are kept twice while loads are tried: larger models are tried in parts."""
 
+TOGETHER: Final = 256 << 20
+"""Bytes of weights up to which groups are packed together; a larger one is packed alone."""
+
 LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
 
 RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
 """Methods that load whole layers again, in the order in which they are tried."""
+
+METHODS: Final[tuple[LoadMethod, ...]] = ("loaded", *RELOADS)
 
 
 @dataclass(frozen=True, slots=True)

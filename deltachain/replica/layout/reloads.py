@@ -23,11 +23,22 @@ from deltachain.replica.freed_memory import trim_memory
 from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
-from .findings import Findings, Links, all_layers, components, group_of, links_of, some_of_each
+from .findings import (
+    Findings,
+    Links,
+    all_layers,
+    components,
+    group_of,
+    kinds_of,
+    links_of,
+    some_of_each,
+)
 from .loaded_checkpoint import flipped_bit
 from .model_state import (
+    METHODS,
     PART,
     RELOADS,
+    TOGETHER,
     LoadGroup,
     LoadMethod,
     ModelState,
@@ -149,11 +160,30 @@ class Trial:
                 tried = sum(map(self._try, _without_common_layers(part)), tried)
             except Exception:  # noqa: BLE001 - an engine's loader may raise anything
                 self._put_back(part)
-                left += part
+                tried = sum(map(self._each_of_kind, self._kinds(part)), tried)
             else:
                 followed = [group for group in part if group.names[0] not in tried.refused]
                 if len(parts) > 1 and followed and self.method in RELOADS:
                     self.state.release(followed, partial(self._load, followed))
+        return sum((self._attempt([group], self._try) for group in left), tried)
+
+    def _kinds(self, groups: Iterable[LoadGroup]) -> Iterable[list[LoadGroup]]:
+        return kinds_of(self.state, self.findings, groups).values()
+
+    def _each_of_kind(self, groups: Sequence[LoadGroup]) -> Outcome:
+        """Try groups of one kind together, or else alone; if two fail, the others are refused."""
+        tried = Outcome()
+        if len(groups) > 2:
+            try:
+                return sum(map(self._try, _without_common_layers(groups)), tried)
+            except Exception:  # noqa: BLE001 - an engine's loader may raise anything
+                self._put_back(groups)
+        two = random.SystemRandom().sample(list(groups), min(2, len(groups)))
+        tried = sum((self._attempt([group], self._try) for group in two), tried)
+        left = [group for group in groups if group not in two]
+        if len(tried.refused) == 2:
+            why = tried.refused[two[0].names[0]]
+            return tried + Outcome({group.names[0]: why for group in left})
         return sum((self._attempt([group], self._try) for group in left), tried)
 
     def _attempt(
@@ -344,10 +374,12 @@ class Trial:
         for name in self._untouched():
             bits = source.other(name, TURN) if other else source.bits(name)
             write_bits(self.findings.placements[name], bits)
-        for method, group in self.findings.groups:
-            if self.links.keys().isdisjoint(group.names):
-                changed = group.names if other else ()
-                self.state.load(method, group.names, changed, group.layers, TURN)
+        for method in METHODS:
+            groups = [one for way, one in self.findings.groups if way == method]
+            left = [one for one in groups if self.links.keys().isdisjoint(one.names)]
+            for some in batches(left, lambda group: group.names, source.specs, TOGETHER):
+                names = [name for group in some for name in group.names]
+                self.state.load(method, names, names if other else (), scope_of(some), TURN)
 
     def lost(self) -> frozenset[str]:
         placements, other = self.findings.placements, self.state.source.other
