@@ -285,7 +285,7 @@ class ModelState:
         turn: int = 0,
     ) -> None:
         """Have the engine load tensors with their first bits, and ``others`` with other bits."""
-        weights = mixed(self.source.clones, names, others, turn)
+        weights = mixed(self.source, names, others, turn)
         known = frozenset().union(*(one for one, _ in self._loads))
         self._stale |= known & layers if layers else known
         load_with(self.model, method, layers, weights, self._members)

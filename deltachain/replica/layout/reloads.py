@@ -124,6 +124,7 @@ class Trial:
         specs = self.state.source.specs
         kept = [group for group in self.groups if not group.layers <= self.state.loadable]
         is_small = sum(specs[name].nbytes for one in kept for name in one.names) <= PART
+        watch = None
         if in_turn and is_small and self.method in RELOADS:
             # A reload takes all tensors of its layers: one tensor changes at a time meanwhile.
             watch = _Seen(self, self.groups)
@@ -135,7 +136,7 @@ class Trial:
                     raise
         if begin is not None:
             raise TensorMismatchError("not all groups can be loaded at once")
-        tried = self.each(self.groups)
+        tried = self.each(self.groups, at_once=watch is None)
         followed = [group for group in self.groups if group.names[0] not in tried.refused]
         apart = partial(self._expect_apart, touched=tried.touched)
         for way in (True, False) if in_turn else (False,):
@@ -149,42 +150,45 @@ class Trial:
         left = [group for group in followed if group.names[0] not in refused]
         return tried + Outcome(refused) + self._attempt(left, apart)
 
-    def each(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try tensors alone; groups without common layers together, unless anything fails."""
+    def each(self, groups: Sequence[LoadGroup], *, at_once: bool = True) -> Outcome:
+        """Try tensors alone; groups without common layers together, unless anything fails.
+
+        Unless ``at_once``, together are those of one kind.
+        """
         known = [group for group in groups if group.layers]
         left = [group for group in groups if not group.layers]
         parts = list(batches(known, lambda group: group.names, self.state.source.specs, PART))
         tried = Outcome()
         for part in parts:
-            try:
-                tried = sum(map(self._try, _without_common_layers(part)), tried)
-            except Exception:  # noqa: BLE001 - an engine's loader may raise anything
-                self._put_back(part)
-                tried = sum(map(self._each_of_kind, self._kinds(part)), tried)
-            else:
-                followed = [group for group in part if group.names[0] not in tried.refused]
-                if len(parts) > 1 and followed and self.method in RELOADS:
-                    self.state.release(followed, partial(self._load, followed))
+            found = self._try_at_once(part) if at_once else None
+            if found is None:
+                kinds = kinds_of(self.state, self.findings, part).values()
+                tried = sum(map(self._try_kind, kinds), tried)
+                continue
+            tried += found
+            followed = [group for group in part if group.names[0] not in tried.refused]
+            if len(parts) > 1 and followed and self.method in RELOADS:
+                self.state.release(followed, partial(self._load, followed))
         return sum((self._attempt([group], self._try) for group in left), tried)
 
-    def _kinds(self, groups: Iterable[LoadGroup]) -> Iterable[list[LoadGroup]]:
-        return kinds_of(self.state, self.findings, groups).values()
+    def _try_at_once(self, groups: Sequence[LoadGroup]) -> Outcome | None:
+        try:
+            return sum(map(self._try, _without_common_layers(groups)), Outcome())
+        except Exception:  # noqa: BLE001 - an engine's loader may raise anything
+            self._put_back(groups)
+            return None
 
-    def _each_of_kind(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try groups of one kind together, or else alone; if two fail, the others are refused."""
-        tried = Outcome()
-        if len(groups) > 2:
-            try:
-                return sum(map(self._try, _without_common_layers(groups)), tried)
-            except Exception:  # noqa: BLE001 - an engine's loader may raise anything
-                self._put_back(groups)
-        two = random.SystemRandom().sample(list(groups), min(2, len(groups)))
-        tried = sum((self._attempt([group], self._try) for group in two), tried)
-        left = [group for group in groups if group not in two]
+    def _try_kind(self, groups: Sequence[LoadGroup]) -> Outcome:
+        """Try groups of one kind together, or else alone; if two of more fail, refuse the others."""
+        found = self._try_at_once(groups) if len(groups) > 2 else None
+        if found is not None:
+            return found
+        drawn = random.SystemRandom().sample(list(groups), len(groups))
+        tried = sum((self._attempt([group], self._try) for group in drawn[:2]), Outcome())
+        left = [group.names[0] for group in drawn[2:]]
         if len(tried.refused) == 2:
-            why = tried.refused[two[0].names[0]]
-            return tried + Outcome({group.names[0]: why for group in left})
-        return sum((self._attempt([group], self._try) for group in left), tried)
+            return tried + Outcome(dict.fromkeys(left, tried.refused[drawn[0].names[0]]))
+        return sum((self._attempt([group], self._try) for group in drawn[2:]), tried)
 
     def _attempt(
         self, groups: Sequence[LoadGroup], test: Callable[[Sequence[LoadGroup]], Outcome]
