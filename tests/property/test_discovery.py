@@ -435,7 +435,7 @@ def _unshown(patch: pytest.MonkeyPatch) -> None:
 
 def _at_once(patch: pytest.MonkeyPatch) -> None:
     """All tensors of a large group get other bits together."""
-    patch.setattr(reloads, "_sets_of_kinds", lambda names: [[list(names)]])
+    patch.setattr(reloads, "sets_of_kinds", lambda names: [[list(names)]])
 
 
 FEW: Final[dict[str, tuple[Switch, Recipe]]] = {

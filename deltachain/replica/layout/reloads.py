@@ -6,16 +6,15 @@ the same. A loader that silently does nothing, or updates only other tensors, fa
 """
 
 import random
-import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, reduce
-from itertools import combinations, count, zip_longest
-from math import comb, isqrt
+from itertools import zip_longest
+from math import comb
 from operator import or_
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
@@ -33,6 +32,7 @@ from .findings import (
     links_of,
     some_of_each,
 )
+from .load_sets import crossing, separating, sets_of_kinds
 from .loaded_checkpoint import flipped_bit
 from .model_state import (
     METHODS,
@@ -48,8 +48,6 @@ from .model_state import (
 )
 from .module_members import Members, may_hide_tensors
 from .unit_changes import LOADS, UnitChanges
-
-_T = TypeVar("_T")
 
 MANY: Final = 16
 """Number of tensors of a group up to which a reload gives other bits to one of them at a time."""
@@ -179,7 +177,7 @@ class Trial:
             return None
 
     def _try_kind(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try groups of one kind together, or else alone; if two of more fail, refuse the others."""
+        """Try groups of one kind together, or else alone; if two fail, refuse the others."""
         found = self._try_at_once(groups) if len(groups) > 2 else None
         if found is not None:
             return found
@@ -256,7 +254,7 @@ class Trial:
         units = UnitChanges(self.state, watch.reached(groups))
         doubtful: dict[LoadGroup, list[str]] = {group: [] for group in groups}
         changed: list[LoadGroup] = []
-        for kinds in zip_longest(*(_sets_of_kinds(group.names) for group in groups), fillvalue=()):
+        for kinds in zip_longest(*(sets_of_kinds(group.names) for group in groups), fillvalue=()):
             for number, sets in enumerate(zip_longest(*kinds, fillvalue=())):
                 picked = {n: g for some, g in zip(sets, groups, strict=True) for n in some}
                 self._load(dict.fromkeys([*changed, *picked.values()]), picked)
@@ -569,34 +567,6 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
         turn[0].append(group)
         turn[1].update(group.layers)
     return [turn for turn, _ in turns]
-
-
-def crossing(groups: Sequence[_T]) -> tuple[list[Sequence[_T]], list[Sequence[_T]]]:
-    """Return the rows and the columns of a square of groups: no two share both."""
-    side = isqrt(max(len(groups) - 1, 0)) + 1
-    columns = [groups[at : at + side] for at in range(0, len(groups), side)]
-    return [groups[at::side] for at in range(min(side, len(groups)))], columns
-
-
-def separating(groups: Sequence[_T]) -> Iterator[list[_T]]:
-    """Yield subsets with each group, at most three times, but for no other group always with it."""
-    sizes = ((number, min(3, max(1, number // 2))) for number in count(1))
-    number, times = next(size for size in sizes if comb(*size) >= len(groups))
-    chosen = list(zip(groups, combinations(range(number), times), strict=False))
-    for at in range(number):
-        yield [group for group, numbers in chosen if at in numbers]
-
-
-def _sets_of_kinds(names: Iterable[str]) -> list[list[list[str]]]:
-    """Return sets of each kind of tensors, drawn at random; only numbers in names differ in a kind.
-
-    Outputs follow tensors of several kinds, which do not get other bits together.
-    """
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        kinds[re.sub(r"\d+", "0", name)].append(name)
-    draw = random.SystemRandom().sample
-    return [list(separating(draw(same, len(same)))) for same in kinds.values()]
 
 
 def find_untestable(state: ModelState, findings: Findings) -> Findings:
