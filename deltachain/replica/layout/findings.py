@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,14 +160,16 @@ def kinds_of(
 ) -> Mapping[str, list[LoadGroup]]:
     """Return groups by the kinds of their layers and tensors.
 
-    Tensors of one kind are also stored alike at this start, as far as a dry run shows.
+    Tensors of one kind are also stored alike at this start, as far as a dry run shows, and only
+    numbers in their names differ.
     """
     alike: dict[str, list[LoadGroup]] = defaultdict(list)
     for group in groups:
         kinds = sorted(json.dumps(options_of(state.modules[one])) for one in group.layers)
+        named = [re.sub(r"\d+", "0", name) for name in group.names]
         specs = [state.source.specs[name] for name in group.names]
         why = [found.reasons.get(name) for name in group.names]
-        alike[repr((kinds, [(one.dtype, one.shape) for one in specs], why))].append(group)
+        alike[repr((kinds, named, [(one.dtype, one.shape) for one in specs], why))].append(group)
     return alike
 
 

@@ -39,13 +39,15 @@ class UnitChanges:
         self._loads: dict[str, Tensor] = {}
 
     def look(self, load: int) -> None:
-        """Compare units after a load, which has a number below 63."""
+        """Compare units after a load, which has a number below 63; number 0 begins anew."""
+        known = self._loads if load else {}
+        self._loads = {}
         for name, now in self._now():
             before = self._before.get(name)
-            if before is None or before.shape != now.shape:
-                continue  # it shows nothing
+            if before is None or before.shape != now.shape or (load and name not in known):
+                continue  # it shows nothing from now on
             found = (before != now).to(torch.int64) << load
-            self._loads[name] = self._loads[name] | found if load and name in self._loads else found
+            self._loads[name] = known[name] | found if load else found
 
     def loads(self) -> Mapping[str, frozenset[int]]:
         """Return the loads since number 0, as bits, that changed units of each member or output."""
