@@ -221,12 +221,8 @@ class Trial:
 
     def _large(self, groups: Iterable[LoadGroup]) -> list[LoadGroup]:
         """Return the groups of so many tensors that each reload takes other bits of several."""
-        most = comb(LOADS, 3)
-        return [
-            one
-            for one in groups
-            if MANY < len(one.names) <= most and one.layers and self.method in RELOADS
-        ]
+        found = [one for one in groups if MANY < len(one.names) <= comb(LOADS, 3) and one.layers]
+        return found if self.method in RELOADS else []
 
     def _look_alone(
         self,
