@@ -420,12 +420,32 @@ ROWS: Final = Recipe(units=(Unit(process="derive", rows=(3,)),), reload="first r
 
 TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
 
+EXPERTS: Final = Unit(
+    styles=("copy",) * 96, rows=(2,) * 96, layout="experts", process="flip", tryable=True
+)
+
+ONE_EXPERT: Final = Recipe(units=(EXPERTS,), reload="first rows", repack="absent")
+"""Its reload loads the first of the experts alone."""
+
+
+def _unshown(patch: pytest.MonkeyPatch) -> None:
+    """What happens to units in the loads of sets is not looked at."""
+    patch.setattr(_Seen, "unseen", lambda seen, one, *_: seen.left.discard(one.names[0]) or [])
+
+
+def _at_once(patch: pytest.MonkeyPatch) -> None:
+    """All tensors of a large group get other bits together."""
+    patch.setattr(reloads, "sets_of_kinds", lambda names: [[list(names)]])
+
+
 FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "its own change is followed": (_own_change, loaders(945)),
     "the change back is followed": (partial(_off, ModelState, "expect_same"), loaders(6)),
     "members are put back": (partial(_off, Members, "put_back"), loaders(0)),
     "what is derived is found": (partial(_skip, "find_derived"), tryable_modules(76)),
     "what is kept as one stays equal": (partial(_off, LateTies, "check"), shares(12)),
+    "each of many tensors is shown": (_unshown, ONE_EXPERT),
+    "many tensors are told apart": (_at_once, ONE_EXPERT),
     "slots that move are seen": (
         lambda patch: patch.setattr(moved_tensors, "slots_of", lambda *_: {}),
         shares(0),
@@ -506,6 +526,26 @@ def test_engines_that_replace_tensors_are_followed_because_those_are_settled(
     with pytest.MonkeyPatch.context() as patch:
         SETTLE(patch)
         assert run(recipe, tmp_path / "engine").refused
+
+
+@pytest.mark.parametrize("repack", ["right", "absent"])
+@pytest.mark.parametrize("reload", ["right", "unprocessed"])
+def test_a_layer_of_many_tensors_is_loaded_a_few_times(
+    reload: str, repack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is found that no load restores it, before tensors are looked at alone."""
+    recipe = Recipe(units=(EXPERTS, Unit()), reload=reload, repack=repack)
+    loads, load_into = [], RandomEngine.load_into
+
+    def counted(engine: RandomEngine, *given: Any) -> set[str]:
+        loads.append(1)
+        return load_into(engine, *given)
+
+    monkeypatch.setattr(RandomEngine, "load_into", counted)
+    outcome = run(recipe, tmp_path / "engine")
+    assert not outcome.is_fault
+    assert bool(outcome.refused) == (reload == "unprocessed" and repack == "absent")
+    assert len(loads) < len(EXPERTS.rows)
 
 
 @pytest.mark.parametrize("kind", ["modules", "modules in parts"])

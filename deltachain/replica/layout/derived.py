@@ -22,6 +22,7 @@ from .findings import Findings, Links, all_layers, components, links_of, some_of
 from .model_state import (
     PART,
     RELOADS,
+    TOGETHER,
     LoadGroup,
     LoadMethod,
     ModelState,
@@ -35,9 +36,6 @@ from .reloads import try_reloading
 
 if TYPE_CHECKING:
     from .discover import Layout
-
-TOGETHER: Final = 256 << 20
-"""Bytes of weights up to which groups are packed together; a larger one is packed alone."""
 
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""

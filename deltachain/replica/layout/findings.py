@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,20 +148,29 @@ ADDRESS: Final = 1 << 32
 def some_of_each(
     state: ModelState, found: Findings, groups: Iterable[LoadGroup], most: int
 ) -> list[LoadGroup]:
-    """Return groups of each kind of layers and tensors, chosen at random, in order.
+    """Return groups of each kind of layers and tensors, chosen at random, in order."""
+    groups, draw = list(groups), random.SystemRandom().sample
+    alike = kinds_of(state, found, groups).values()
+    chosen = {one for same in alike for one in draw(same, min(most, len(same)))}
+    return [group for group in groups if group in chosen]
 
-    Tensors of one kind are also stored alike at this start, as far as a dry run shows.
+
+def kinds_of(
+    state: ModelState, found: Findings, groups: Iterable[LoadGroup]
+) -> Mapping[str, list[LoadGroup]]:
+    """Return groups by the kinds of their layers and tensors.
+
+    Tensors of one kind are also stored alike at this start, as far as a dry run shows, and only
+    numbers in their names differ.
     """
-    groups = list(groups)
     alike: dict[str, list[LoadGroup]] = defaultdict(list)
     for group in groups:
         kinds = sorted(json.dumps(options_of(state.modules[one])) for one in group.layers)
+        named = [re.sub(r"\d+", "0", name) for name in group.names]
         specs = [state.source.specs[name] for name in group.names]
         why = [found.reasons.get(name) for name in group.names]
-        alike[repr((kinds, [(one.dtype, one.shape) for one in specs], why))].append(group)
-    draw = random.SystemRandom().sample
-    chosen = {one for same in alike.values() for one in draw(same, min(most, len(same)))}
-    return [group for group in groups if group in chosen]
+        alike[repr((kinds, named, [(one.dtype, one.shape) for one in specs], why))].append(group)
+    return alike
 
 
 def options_of(module: nn.Module, *, named: bool = False) -> list[object]:

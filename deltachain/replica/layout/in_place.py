@@ -175,7 +175,7 @@ def verify_in_place(state: ModelState, findings: Findings) -> Findings:
             flip_bits(places[name])
 
     def write(make: Callable[[str], LiveBits], names: Sequence[str]) -> None:
-        for name, bits in zip(names, made_ahead(make, names), strict=True):
+        for name, bits in zip(names, made_ahead(make, names, source.specs), strict=True):
             write_bits(places[name], bits)
 
     reasons: dict[str, str] = {}

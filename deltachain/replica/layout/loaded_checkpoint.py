@@ -41,28 +41,36 @@ FIRST: Final = 1 << 12
 PIECE: Final = 8 << 20
 """Bytes that are read at a time, into memory that is used again."""
 
+ALONE: Final = 1 << 16
+"""Bytes of a tensor from which on another thread makes it."""
+
 PERIOD: Final = 524_287
 """Number of random steps: a prime above the rows of a vocabulary, so no two rows share them."""
 
 
 def mixed(
-    weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
+    source: "LoadedCheckpoint", names: Iterable[str], others: Iterable[str], turn: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors for a loader, ``others`` with other bits; the next are made meanwhile."""
     changed = frozenset(others)
 
     def make(name: str) -> list[tuple[str, Tensor]]:
-        made = weights([name])
+        made = source.clones([name])
         return [(n, other_bits(one, turn)) for n, one in made] if name in changed else list(made)
 
-    for pairs in made_ahead(make, names):
+    for pairs in made_ahead(make, names, source.specs):
         yield from pairs
 
 
-def made_ahead(make: Callable[[str], _T], names: Iterable[str]) -> Iterator[_T]:
-    """Yield what is made of names, in order; the next is made in another thread meanwhile."""
+def made_ahead(
+    make: Callable[[str], _T], names: Iterable[str], specs: Mapping[str, TensorSpec]
+) -> Iterator[_T]:
+    """Yield what is made of names, in order; the next is made in another thread meanwhile.
+
+    What is made of a small tensor is made by the caller: a thread would take longer to ask.
+    """
     with Pool(1, "deltachain-ahead") as pool:
-        yield from pool.ordered(make, names, ahead=2)
+        yield from pool.ordered(make, names, ahead=2, small=lambda n: specs[n].nbytes < ALONE)
 
 
 def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:

@@ -149,10 +149,15 @@ def _only_returns(function: object) -> bool:
 PART: Final = 4 << 30
 """Bytes of weights that are kept twice while loads are tried: larger models are tried in parts."""
 
+TOGETHER: Final = 256 << 20
+"""Bytes of weights up to which groups are packed together; a larger one is packed alone."""
+
 LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
 
 RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
 """Methods that load whole layers again, in the order in which they are tried."""
+
+METHODS: Final[tuple[LoadMethod, ...]] = ("loaded", *RELOADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +285,7 @@ class ModelState:
         turn: int = 0,
     ) -> None:
         """Have the engine load tensors with their first bits, and ``others`` with other bits."""
-        weights = mixed(self.source.clones, names, others, turn)
+        weights = mixed(self.source, names, others, turn)
         known = frozenset().union(*(one for one, _ in self._loads))
         self._stale |= known & layers if layers else known
         load_with(self.model, method, layers, weights, self._members)
@@ -393,9 +398,20 @@ class ModelState:
         return [*self.other_outputs(frozenset(self.outputs)), *self._stale]
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
-        wanted = layers & self.outputs.keys()
-        now = self._compute(wanted)
-        return [n for n in wanted if n not in now or not same_tensor(now[n], self.outputs[n])]
+        now = self.outputs_of(layers)
+        return [
+            n
+            for n in layers & self.outputs.keys()
+            if n not in now or not same_tensor(now[n], self.outputs[n])
+        ]
+
+    def numbers_of(self, layers: frozenset[str]) -> dict[str, float]:
+        """Return the numbers that layers hold now."""
+        return dict(_numbers({name: self.modules[name] for name in self.modules.keys() & layers}))
+
+    def outputs_of(self, layers: frozenset[str]) -> dict[str, Tensor]:
+        """Return what layers compute now, of those that were computed at first."""
+        return self._compute(layers & self.outputs.keys())
 
     def _compute(self, layers: frozenset[str]) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -378,7 +378,7 @@ _KEY: Final = secrets.randbits(64), secrets.randbits(64)
 
 def fingerprint(tensor: Tensor, key: DigestKey = _KEY) -> StateDigest:
     """Return a digest of a tensor's bits, by words of eight bytes: secret but for another key."""
-    flat = _bytes(tensor.detach())
+    flat = flat_bytes(tensor.detach())
     if flat.storage_offset() % 8:
         flat = flat.clone()
     end = len(flat) // 8 * 8
@@ -466,7 +466,7 @@ def dressed(data: Tensor, tensor: Tensor) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    return _bytes(tensor.detach()).cpu().numpy().tobytes()
+    return flat_bytes(tensor.detach()).cpu().numpy().tobytes()
 
 
 def digest_of(tensor: Tensor) -> bytes:
@@ -477,7 +477,7 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same form, device and bits."""
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
-    return _equal(_bytes(one.detach()), _bytes(other.detach()))
+    return _equal(flat_bytes(one.detach()), flat_bytes(other.detach()))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -576,7 +576,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -5,13 +5,16 @@ layers, and loading the first bits again must restore them, bit for bit; the sam
 the same. A loader that silently does nothing, or updates only other tensors, fails these tests.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
-from itertools import combinations, count, zip_longest
-from math import comb, isqrt
-from typing import Any, Final, TypeVar
+from functools import cached_property, partial, reduce
+from itertools import zip_longest
+from math import comb
+from operator import or_
+from typing import Any, Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
@@ -19,11 +22,23 @@ from deltachain.replica.freed_memory import trim_memory
 from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
-from .findings import Findings, Links, all_layers, components, group_of, links_of, some_of_each
+from .findings import (
+    Findings,
+    Links,
+    all_layers,
+    components,
+    group_of,
+    kinds_of,
+    links_of,
+    some_of_each,
+)
+from .load_sets import crossing, separating, sets_of_kinds
 from .loaded_checkpoint import flipped_bit
 from .model_state import (
+    METHODS,
     PART,
     RELOADS,
+    TOGETHER,
     LoadGroup,
     LoadMethod,
     ModelState,
@@ -32,8 +47,10 @@ from .model_state import (
     scope_of,
 )
 from .module_members import Members, may_hide_tensors
+from .unit_changes import LOADS, UnitChanges
 
-_T = TypeVar("_T")
+MANY: Final = 16
+"""Number of tensors of a group up to which a reload gives other bits to one of them at a time."""
 
 TURN: Final = 1
 """Turn of the other bits of what is not loaded: equal tensors differ from those that are."""
@@ -105,6 +122,7 @@ class Trial:
         specs = self.state.source.specs
         kept = [group for group in self.groups if not group.layers <= self.state.loadable]
         is_small = sum(specs[name].nbytes for one in kept for name in one.names) <= PART
+        watch = None
         if in_turn and is_small and self.method in RELOADS:
             # A reload takes all tensors of its layers: one tensor changes at a time meanwhile.
             watch = _Seen(self, self.groups)
@@ -116,7 +134,7 @@ class Trial:
                     raise
         if begin is not None:
             raise TensorMismatchError("not all groups can be loaded at once")
-        tried = self.each(self.groups)
+        tried = self.each(self.groups, at_once=watch is None)
         followed = [group for group in self.groups if group.names[0] not in tried.refused]
         apart = partial(self._expect_apart, touched=tried.touched)
         for way in (True, False) if in_turn else (False,):
@@ -130,23 +148,45 @@ class Trial:
         left = [group for group in followed if group.names[0] not in refused]
         return tried + Outcome(refused) + self._attempt(left, apart)
 
-    def each(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try tensors alone; groups without common layers together, unless anything fails."""
+    def each(self, groups: Sequence[LoadGroup], *, at_once: bool = True) -> Outcome:
+        """Try tensors alone; groups without common layers together, unless anything fails.
+
+        Unless ``at_once``, together are those of one kind.
+        """
         known = [group for group in groups if group.layers]
         left = [group for group in groups if not group.layers]
         parts = list(batches(known, lambda group: group.names, self.state.source.specs, PART))
         tried = Outcome()
         for part in parts:
-            try:
-                tried = sum(map(self._try, _without_common_layers(part)), tried)
-            except Exception:  # noqa: BLE001 - an engine's loader may raise anything
-                self._put_back(part)
-                left += part
-            else:
-                followed = [group for group in part if group.names[0] not in tried.refused]
-                if len(parts) > 1 and followed and self.method in RELOADS:
-                    self.state.release(followed, partial(self._load, followed))
+            found = self._try_at_once(part) if at_once else None
+            if found is None:
+                kinds = kinds_of(self.state, self.findings, part).values()
+                tried = sum(map(self._try_kind, kinds), tried)
+                continue
+            tried += found
+            followed = [group for group in part if group.names[0] not in tried.refused]
+            if len(parts) > 1 and followed and self.method in RELOADS:
+                self.state.release(followed, partial(self._load, followed))
         return sum((self._attempt([group], self._try) for group in left), tried)
+
+    def _try_at_once(self, groups: Sequence[LoadGroup]) -> Outcome | None:
+        try:
+            return sum(map(self._try, _without_common_layers(groups)), Outcome())
+        except Exception:  # noqa: BLE001 - an engine's loader may raise anything
+            self._put_back(groups)
+            return None
+
+    def _try_kind(self, groups: Sequence[LoadGroup]) -> Outcome:
+        """Try groups of one kind together, or else alone; if two fail, refuse the others."""
+        found = self._try_at_once(groups) if len(groups) > 2 else None
+        if found is not None:
+            return found
+        drawn = random.SystemRandom().sample(list(groups), len(groups))
+        tried = sum((self._attempt([group], self._try) for group in drawn[:2]), Outcome())
+        left = [group.names[0] for group in drawn[2:]]
+        if len(tried.refused) == 2:
+            return tried + Outcome(dict.fromkeys(left, tried.refused[drawn[0].names[0]]))
+        return sum((self._attempt([group], self._try) for group in drawn[2:]), tried)
 
     def _attempt(
         self, groups: Sequence[LoadGroup], test: Callable[[Sequence[LoadGroup]], Outcome]
@@ -169,15 +209,58 @@ class Trial:
 
         One tensor of each group at a time has other bits. The load of the next restores them.
         """
-        seen, changed = _Seen(self, groups), list[LoadGroup]()
-        for names in zip_longest(*(group.names for group in groups)):
-            picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
-            self._load(dict.fromkeys([*changed, *picked.values()]), picked)
-            seen.look(picked)
-            changed = list(picked.values())
-        self._load(changed)
-        self.state.expect_same()
+        seen = _Seen(self, groups)
+        large = self._large(groups)
+        if large:  # before they are looked at: is this a load that restores them at all?
+            self._load(large, [name for group in large for name in group.names])
+            self._load(large)
+            self.state.expect_same()
+        self._look_alone({one: one.names for one in groups if one not in large}, seen)
+        self._look_at_sets(large, seen)
         return seen.outcome()
+
+    def _large(self, groups: Iterable[LoadGroup]) -> list[LoadGroup]:
+        """Return the groups of so many tensors that each reload takes other bits of several."""
+        found = [one for one in groups if MANY < len(one.names) <= comb(LOADS, 3) and one.layers]
+        return found if self.method in RELOADS else []
+
+    def _look_alone(
+        self,
+        names: Mapping[LoadGroup, Sequence[str]],
+        watch: "_Seen",
+        changed: Sequence[LoadGroup] = (),
+    ) -> None:
+        """Load other bits of one tensor of each group after another; restore them.
+
+        Groups that are ``changed`` have other bits at first.
+        """
+        for turn in zip_longest(*names.values()):
+            picked = {n: g for n, g in zip(turn, names, strict=True) if n is not None}
+            self._load(dict.fromkeys([*changed, *picked.values()]), picked)
+            watch.look(picked)
+            changed = list(picked.values())
+        if changed:
+            self._load(changed)
+            self.state.expect_same()
+
+    def _look_at_sets(self, groups: Sequence[LoadGroup], watch: "_Seen") -> None:
+        """Load other bits of sets of tensors of each group; of what these do not show, alone."""
+        if not groups:
+            return
+        units = UnitChanges(self.state, watch.reached(groups))
+        doubtful: dict[LoadGroup, list[str]] = {group: [] for group in groups}
+        changed: list[LoadGroup] = []
+        for kinds in zip_longest(*(sets_of_kinds(group.names) for group in groups), fillvalue=()):
+            for number, sets in enumerate(zip_longest(*kinds, fillvalue=())):
+                picked = {n: g for some, g in zip(sets, groups, strict=True) for n in some}
+                self._load(dict.fromkeys([*changed, *picked.values()]), picked)
+                units.look(number)
+                watch.glance(picked)
+                changed = list(dict.fromkeys(picked.values()))
+            loads = units.loads()
+            for group, sets_of_group in zip(groups, kinds, strict=True):
+                doubtful[group] += watch.unseen(group, sets_of_group, loads)
+        self._look_alone(doubtful, watch, changed)
 
     def _expect_apart(
         self,
@@ -209,14 +292,18 @@ class Trial:
             self._load(some, others)
             last.expect_same()
         self.write_untouched(other=False)
-        if watch is not None:
-            last = self._look_at_each(groups, watch, last)
+        large = self._large(groups) if watch is not None else []
+        small = [group for group in groups if group not in large]
+        if watch is not None and small:
+            last = self._look_at_each(small, watch, last)
             trim_memory()
         for column in columns:
             if in_turn:
                 last.expect_same(scope_of(column))
             self._load(column)
         self.state.expect_same()
+        if watch is not None:
+            self._look_at_sets(large, watch)
         return (watch.outcome() if watch else Outcome()) + Outcome(moved=moved)
 
     def _look_at_each(
@@ -285,10 +372,12 @@ class Trial:
         for name in self._untouched():
             bits = source.other(name, TURN) if other else source.bits(name)
             write_bits(self.findings.placements[name], bits)
-        for method, group in self.findings.groups:
-            if self.links.keys().isdisjoint(group.names):
-                changed = group.names if other else ()
-                self.state.load(method, group.names, changed, group.layers, TURN)
+        for method in METHODS:
+            groups = [one for way, one in self.findings.groups if way == method]
+            left = [one for one in groups if self.links.keys().isdisjoint(one.names)]
+            for some in batches(left, lambda group: group.names, source.specs, TOGETHER):
+                names = [name for group in some for name in group.names]
+                self.state.load(method, names, names if other else (), scope_of(some), TURN)
 
     def lost(self) -> frozenset[str]:
         placements, other = self.findings.placements, self.state.source.other
@@ -321,16 +410,71 @@ class _Seen:
         ``others`` have other bits than at first; by default the picked ones do, and no more.
         """
         before, others = before or self.trial.state, others or picked
-        changed = before.changed()
-        self.touched |= changed
+        changed = self._changed(picked, others, before)
         followed = before.follows(self._reached(picked, changed, before))
         for name, group in picked.items():
-            if not self.trial.findings.placements[name]:  # it may be stored at unrecorded places
-                self.moved |= _displaced(self.trial, group.names, others)
             why = self._judge(name, group, changed, before, followed)
             if why:
                 raise TensorMismatchError(why, tensor=name)
         self._expect_followed(picked, changed, before)
+
+    def _changed(
+        self, picked: Mapping[str, LoadGroup], others: Collection[str], state: ModelState
+    ) -> frozenset[str]:
+        changed = state.changed()
+        self.touched |= changed
+        placements = self.trial.findings.placements
+        unrecorded = (g for n, g in picked.items() if not placements[n])  # stored anywhere
+        for group in dict.fromkeys(unrecorded):
+            self.moved |= _displaced(self.trial, group.names, others)
+        return changed
+
+    def glance(self, picked: Mapping[str, LoadGroup]) -> None:
+        """Judge what sets of tensors change beside their groups, as :meth:`look` does."""
+        state = self.trial.state
+        self._expect_followed(picked, self._changed(picked, picked, state), state)
+
+    def reached(self, groups: Iterable[LoadGroup]) -> frozenset[str]:
+        """Return all layers that may have to follow any tensor of some groups."""
+        picked = {name: group for group in groups for name in group.names}
+        return self._reached(picked, frozenset(self.trial.state.tensors), self.trial.state)
+
+    def unseen(
+        self,
+        group: LoadGroup,
+        sets: Sequence[Collection[str]],
+        loads: Mapping[str, frozenset[int]],
+    ) -> list[str]:
+        """Return the tensors of some sets that the loads of these do not show to be followed.
+
+        For each tensor, units of the same members and outputs must have changed in exactly its
+        loads as :meth:`look` expects to change with it alone; and of every layer with a member that
+        changed in all of them, and so may depend on it.
+        """
+        state, found = self.trial.state, list[str]()
+        shown = state.outputs.keys() & state.processed
+        ever = {one: reduce(or_, seen, 0) for one, seen in loads.items()}
+        mine = [one for one in loads if state.owner.get(one) in group.layers]
+        sharers = {one: state.memory.overlapping(state.tensors[one]) for one in mine}
+        codes: dict[str, int] = defaultdict(int)
+        for number, names in enumerate(sets):
+            for name in names:
+                codes[name] |= 1 << number
+        for name, code in codes.items():
+            exact = {one for one, seen in loads.items() if code in seen}
+            holders = [sharers[one] for one in mine if ever[one] & code == code]
+            needed = self.trial.links.get(name, frozenset()).union(*holders)
+            owners = {state.owner.get(one, one.removesuffix("()")) for one in exact}
+            followed = {o for o in owners if o not in shown or f"{o}()" in exact}
+            followed &= group.layers | needed
+            live = exact.intersection(mine)
+            derived = self.trial.findings.derived.get(name, frozenset())
+            if not (followed & group.layers or live) or derived - exact or needed - followed:
+                found.append(name)
+                continue
+            self.left.discard(group.names[0])
+            self.followed[group] = self.followed.get(group, frozenset()) | (followed & group.layers)
+        return found
 
     def _expect_followed(
         self, picked: Mapping[str, LoadGroup], changed: frozenset[str], state: ModelState
@@ -419,22 +563,6 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
         turn[0].append(group)
         turn[1].update(group.layers)
     return [turn for turn, _ in turns]
-
-
-def crossing(groups: Sequence[_T]) -> tuple[list[Sequence[_T]], list[Sequence[_T]]]:
-    """Return the rows and the columns of a square of groups: no two share both."""
-    side = isqrt(max(len(groups) - 1, 0)) + 1
-    columns = [groups[at : at + side] for at in range(0, len(groups), side)]
-    return [groups[at::side] for at in range(min(side, len(groups)))], columns
-
-
-def separating(groups: Sequence[_T]) -> Iterator[list[_T]]:
-    """Yield subsets with each group, at most three times, but for no other group always with it."""
-    sizes = ((number, min(3, max(1, number // 2))) for number in count(1))
-    number, times = next(size for size in sizes if comb(*size) >= len(groups))
-    chosen = list(zip(groups, combinations(range(number), times), strict=False))
-    for at in range(number):
-        yield [group for group, numbers in chosen if at in numbers]
 
 
 def find_untestable(state: ModelState, findings: Findings) -> Findings:

@@ -17,6 +17,7 @@ from deltachain.kernels import numba_kernels, torch_kernels
 from deltachain.replica.layout import loaded_checkpoint
 from deltachain.replica.layout.discover import Layout, discover, recorded, rediscover
 from deltachain.replica.layout.in_place import again
+from deltachain.replica.layout.load_sets import crossing, separating
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
 from deltachain.replica.layout.module_members import (
     Members,
@@ -28,7 +29,6 @@ from deltachain.replica.layout.module_members import (
     tensors_in,
     undisturbed,
 )
-from deltachain.replica.layout.reloads import crossing, separating
 from tests.contract import reference
 from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.conftest import Make
