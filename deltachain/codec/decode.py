@@ -298,8 +298,7 @@ def _nbytes(name: str, units: int) -> int:
     return (units + 7) // 8 if d.in_bits(name.partition(".")[2]) else units
 
 
-Range = tuple[int, int]
-"""First byte, and the byte after the last."""
+Range = tuple[int, int]  # first byte, and the byte after the last
 
 
 def stored_ranges(part: Part, wanted: Mapping[str, Range]) -> list[Range]:

@@ -498,8 +498,7 @@ BLOCK: Final = 512
 """Elements compared at a time, few enough for a fully unrolled comparison with short memory stalls:
 at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
 
-SMALLEST: Final = 4 * BLOCK
-"""Elements of the smallest buffer of changes."""
+SMALLEST: Final = 4 * BLOCK  # elements of the smallest buffer of changes
 
 _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 """Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""

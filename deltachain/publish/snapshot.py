@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 WINDOW_NUMEL: Final = 1 << 20
 """Elements copied and digested at a time by each thread: few enough to stay in cache."""
 
-DEVICE_WINDOW_NUMEL: Final = 1 << 26
-"""Elements digested at a time on a device."""
+DEVICE_WINDOW_NUMEL: Final = 1 << 26  # elements digested at a time on a device
 
 FILE_NUMEL: Final = 4 * WINDOW_NUMEL
 """Elements of a file that are read, digested and compared at a time."""

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from deltachain.publish.model.source import Weight
 
 
-SMALL_NNZ: Final = 1 << 14
-"""Changes of a weight below which no thread is worth its start."""
+SMALL_NNZ: Final = 1 << 14  # changes of a weight below which no thread is worth its start
 
 
 class CheckpointChanges(NamedTuple):

@@ -19,8 +19,7 @@ from deltachain.replica.layout.module_members import ACTS, NESTED, Members, cont
 
 from . import compat
 
-Member: TypeAlias = tuple[nn.Module, str]
-"""A module, and the name of one of its own parameters."""
+Member: TypeAlias = tuple[nn.Module, str]  # a module, and the name of one of its own parameters
 
 
 def repack(
@@ -187,8 +186,7 @@ def _put_aliases_back(layer: nn.Module, buffers: Mapping[str, Tensor | None]) ->
 OWN: Final = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that a copy needs for itself, whatever they contain."""
 
-SHARED: Final = ("kv_cache",)
-"""Parts of the names of members that a copy shares."""
+SHARED: Final = ("kv_cache",)  # parts of the names of members that a copy shares
 
 
 def loaded_apart(
