@@ -122,12 +122,8 @@ class Slabs:
         slab, used = self._open.get(key, (None, 0))
         if slab is None or used + size > slab.numel():
             expected = min(SLAB_NBYTES // width, self.left.get(width, 0))
-            slab, used = (
-                torch.empty(
-                    max(size, expected), dtype=torch_kernels.INT_DTYPES[width], device=where
-                ),
-                0,
-            )
+            kind = torch_kernels.INT_DTYPES[width]
+            slab, used = torch.empty(max(size, expected), dtype=kind, device=where), 0
             if pinned:
                 torch_kernels.pin_(slab)
         self.left[width] = max(0, self.left.get(width, 0) - size)

@@ -47,7 +47,9 @@ def repack(
         view.make()
     scaled = [one for one in last if one in chosen]
     for layer in scaled:
-        _make_scales(layer)
+        method = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.create_weights(layer)
     load()
     packed = chosen.union(layer for layer, _ in tied).difference(last)
     _process(
@@ -161,13 +163,6 @@ def _make_raw(layer: nn.Module, shared: Mapping[str, nn.Parameter | None]) -> No
             copied = dressed(parameter.data.to(dtype, copy=True), parameter)
             compat.own_loader(copied)
             layer._parameters[name] = copied
-
-
-def _make_scales(layer: nn.Module) -> None:
-    """Give an attention layer its parameters for key and value scales, as a reload does."""
-    method = getattr(layer, "quant_method", None)
-    if method is not None:
-        method.create_weights(layer)
 
 
 def _put_aliases_back(layer: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
