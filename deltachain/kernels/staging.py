@@ -190,7 +190,11 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     masked, ndim = changes.kept is not None, placements.ndim
     launch(_programs().count_block, grid, *given, counts, ndim, MASKED=masked, **_BLOCKS)
     ends = torch.cumsum(counts, 0)
-    total = _read_total(changes, counts, names)
+    verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
+    read = torch.cat([*verdicts, counts]).cpu().numpy()  # in one copy
+    split = read.size - counts.numel()
+    changes.check(read[:split], names)
+    total = int(read[split:].sum())
     positions = torch.empty(total, dtype=torch.int64, device=device)
     old, new = (torch.empty(total, dtype=changes.values.dtype, device=device) for _ in range(2))
     sums = torch.zeros((placements.slots, 5), dtype=torch.int64, device=device)
@@ -207,15 +211,6 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
         **_BLOCKS,
     )
     return StagedChanges(positions, old, new, sums, writes, placements)
-
-
-def _read_total(changes: ChangeBatch, found: Tensor, names: Sequence[str]) -> int:
-    """Read verdicts and ``(n,)`` counts from the device in one copy; return the sum of these."""
-    verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
-    read = torch.cat([*verdicts, found]).cpu().numpy()
-    split = read.size - found.numel()
-    changes.check(read[:split], names)
-    return int(read[split:].sum())
 
 
 def _blocks(visits: Table) -> Table:
