@@ -363,7 +363,7 @@ class Session:
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
-            upload_s=upload.seconds,
+            upload_s=upload.clock.seconds,
             copies={} if diff is None else self._copies,
         )
 
@@ -470,7 +470,7 @@ class Session:
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff) -> None:
-        for found in diff.by_tensor:
+        for found in diff.complete().by_tensor:
             places = found.weight.element_map
             whole = None if found.is_part else places.all_of(found.spec)
             run = places.run_of(found.spec) if self.encoding.needs_old else None

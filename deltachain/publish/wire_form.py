@@ -79,10 +79,6 @@ class Diff:
         return self.complete().live
 
     @property
-    def by_tensor(self) -> Iterable[CheckpointChanges]:
-        return self.complete().by_tensor
-
-    @property
     def digest(self) -> StateDigest:
         return self.complete().digest
 

@@ -144,11 +144,6 @@ class ReplicaTarget(Target):
         self._orphans: Sequence[wire.FindUnusedReply] = ()
         self._leads = False
 
-    @property
-    def why_paused(self) -> str:
-        """Why generation is paused, apart from swaps; empty if it is not. See :meth:`look`."""
-        return self.holds.why
-
     def _ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
         """Return the replies of all ranks, of the given type; raise a refusal as its error."""
         return _accepted(self._call(request, kind), kind)
