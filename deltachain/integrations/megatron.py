@@ -55,6 +55,7 @@ def shards(bridge: Any, models: Sequence[nn.Module]) -> MovedExport:  # noqa: AN
         for name, tensor in _named(chunks):
             count = _place(bridge, name, tensor)[1]
             shape = (count, *tensor.shape) if count > 1 else tensor.shape
+            # Parts of rows are joined: the rows of checkpoint tensors may alternate across them.
             if getattr(tensor, "partition_dim", None) == 0:
                 shape = (count * tensor.shape[0], *tensor.shape[1:])
             whole = torch.empty(shape, device="meta")

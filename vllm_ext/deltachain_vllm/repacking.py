@@ -46,7 +46,7 @@ def repack(
     for view in views:
         view.make()
     scaled = [one for one in last if one in chosen]
-    for layer in scaled:
+    for layer in scaled:  # key and value scales of attention, as a reload makes them
         method = getattr(layer, "quant_method", None)
         if method is not None:
             method.create_weights(layer)

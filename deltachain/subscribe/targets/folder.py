@@ -569,6 +569,7 @@ class FolderTarget(PatchedTarget):
 
 
 def _is_shared(file: Path) -> bool:
+    """Return whether backups by hard links (``cp -al``) or caches by symbolic links have a file."""
     return file.is_symlink() or file.stat().st_nlink > 1
 
 
