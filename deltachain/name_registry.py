@@ -38,13 +38,9 @@ class NameRegistry(Set[str], Generic[_T]):
 
     def __init__(self, group: str, kind: type[_T], example: str, built_in: Iterable[_T]) -> None:
         self._group, self._kind, self._example = group, kind, example
-        self._known = {one.name: one for one in built_in}
+        self.known = {one.name: one for one in built_in}
         self._failures: dict[str, str] = {}
         self._found: Mapping[str, tuple[EntryPoint, ...]] | None = None
-
-    @property
-    def known(self) -> Mapping[str, _T]:
-        return self._known
 
     @override
     def __contains__(self, name: object) -> bool:
@@ -57,7 +53,7 @@ class NameRegistry(Set[str], Generic[_T]):
     @override
     def __iter__(self) -> Iterator[str]:
         """Yield all names; import nothing."""
-        names = dict.fromkeys((*self._known, *self._installed()))
+        names = dict.fromkeys((*self.known, *self._installed()))
         return (name for name in names if name not in self._failures)
 
     def register(self, one: _T) -> None:
@@ -68,11 +64,11 @@ class NameRegistry(Set[str], Generic[_T]):
                 f"{what} name {name!r}: expected lower-case words with dots between them",
                 hint=f"begin with the package's name, as in {self._example}",
             )
-        if self._known.setdefault(name, one) != one:
+        if self.known.setdefault(name, one) != one:
             raise ConfigError(f"{what} {name!r} is registered already")
 
     def find(self, name: str) -> _T | None:
-        found = self._known.get(name)
+        found = self.known.get(name)
         if found is not None or name in self._failures:
             return found
         entry_points = self._installed().get(name)
@@ -87,7 +83,7 @@ class NameRegistry(Set[str], Generic[_T]):
             why = f"{type(exc).__name__}: {exc.args[0] if exc.args else ''}"
             self._failures[name] = f"{what} does not load: {why}"
             logger.warning("%s", self._failures[name])
-        return self._known.get(name)
+        return self.known.get(name)
 
     def failure(self, name: str) -> str | None:
         return self._failures.get(name)

@@ -151,9 +151,20 @@ class Pool:
         self._jobs.put(None)  # for the next thread: one whose start was interrupted is in no list
 
 
+def apart(work: Callable[[], _T], name: str) -> Future[_T] | None:
+    """Return the future of work in a daemon thread of its own; ``None`` if none can be started."""
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()  # work that was begun is not cancelled
+    thread = Thread(target=_settle, args=(future, work), name=name, daemon=True)
+    return future if started(thread) else None
+
+
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+    if future.set_running_or_notify_cancel():
+        _settle(future, work)
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
     try:
         future.set_result(work())
     except BaseException as exc:  # noqa: BLE001 - raised again by Future.result

@@ -15,7 +15,7 @@ from deltachain import errors
 from deltachain.chain import checks
 from deltachain.chain.ancestry import Past, Prunes
 from deltachain.chain.commits import Commits
-from deltachain.chain.identity import identity_there, make, read_model, refuse_mirror
+from deltachain.chain.identity import identity_there, make, read_asset, read_model, refuse_mirror
 from deltachain.chain.manifests import SEEN, Committed, Manifests, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.chain.trust import Trust
@@ -167,9 +167,7 @@ class Chain:
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """Read and verify the assets; yield path and content."""
         for ref in self.identity.assets:
-            data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin))
-            checks.check_digest(data, ref.blake3, ref.key)
-            yield checks.asset_path(ref), data
+            yield checks.asset_path(ref), read_asset(self.store, ref)
 
     def read(self, version: Version) -> Committed:
         """Read the manifest of a version; see :meth:`Manifests.read`."""

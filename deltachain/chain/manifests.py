@@ -386,7 +386,7 @@ class Manifests:
             raise self._of_another_chain(key, manifest)
         if manifest.version != version:
             raise misplaced(key, manifest)
-        documents.read_state(manifest.state, key=key)
+        documents.check_state(manifest.state, key=key)
         self.looks.read(version, found.digest)
         return found, data
 

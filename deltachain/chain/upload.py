@@ -101,11 +101,7 @@ class EdgeUpload:
         self._uploader = Pool(UPLOADS, "deltachain-upload")
         self._room = BoundedSemaphore(PARTS_ON_THE_WAY)
         self._failure: BaseException | None = None
-        self._clock = UploadClock()
-
-    @property
-    def seconds(self) -> float:
-        return self._clock.seconds
+        self.clock = UploadClock()
 
     def add(self, change: Change) -> None:
         """Add a change; first pass the current part on if it is full or has the same tensor."""
@@ -187,7 +183,7 @@ class EdgeUpload:
     def _put(self, key: str, part: EncodedPart, digest: str) -> ObjectRef:
         if self._failure is not None:
             raise self._failure
-        with self._clock.upload():
+        with self.clock.upload():
             pin = self._write(key, part.content)
         return ObjectRef(
             key=key,

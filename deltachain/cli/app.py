@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from traceback import format_exception, walk_tb
@@ -115,7 +115,9 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            secrets = ctx.meta[_SECRETS] | hidden_parts(_places_of(os.environ))
+            ours = environment.PREFIX
+            places = [v for n, v in os.environ.items() if "://" in v or n.startswith(ours)]
+            secrets = ctx.meta[_SECRETS] | hidden_parts(places)
             if isinstance(error, _USAGE):
                 vars(error)["message"] = redacted_text(str(error), secrets)
                 raise
@@ -172,11 +174,6 @@ def explain(error: Exception) -> DeltaChainError | None:
         said = f"{error.filename or 'a file'}: {error.strerror or error}"
         return DeltaChainError(said, hint=_FILE_HINTS.get(error.errno or 0, ""))
     return None
-
-
-def _places_of(variables: Mapping[str, str]) -> list[str]:
-    ours = environment.PREFIX
-    return [one for name, one in variables.items() if "://" in one or name.startswith(ours)]
 
 
 def _broken(error: Exception) -> str | None:

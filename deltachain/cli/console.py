@@ -140,10 +140,6 @@ def facts(**rows: str) -> Table:
     return grid
 
 
-def heading(text: str) -> Text:
-    return Text(f"\n{text}", "bold")
-
-
 def bar(share: float, width: int = 24) -> Text:
     """Draw a horizontal bar of ``share`` in [0, 1] of ``width`` columns; visible if above 0."""
     eighths = min(round(share * width * 8), width * 8)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -268,7 +269,9 @@ def fleet(  # noqa: PLR0913 - one argument an option
                 f"{roster.boards[0]}: a presence is read, and takes no {verb}",
                 hint="give addresses of replicas",
             )
-        round_ = partial(_round, roster, partial(_ask, verb, version), limits, as_json=as_json)
+        given = () if version is None else (version,)
+        question = methodcaller(verb.value, *given)
+        round_ = partial(_round, roster, question, limits, as_json=as_json)
         rows = _watch(round_, every, as_json=as_json) if watch else round_()
     if any(row.is_alarming for row in rows):
         raise typer.Exit(ControlPlaneError.exit_code)
@@ -294,12 +297,6 @@ def _entries(
             "DELTACHAIN_ENGINES",
         )
     return parse_inventory(given)
-
-
-def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> Status:
-    arguments = () if version is None else (version,)
-    answer: Status = getattr(client, verb.value)(*arguments)
-    return answer
 
 
 def _round(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from deltachain.cli import console as c
 from deltachain.cli.keygen import signed, signers
@@ -222,5 +223,5 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> object:
 
 
 def _print(title: str, table: object) -> None:
-    c.out().print(c.heading(title))
+    c.out().print(Text(f"\n{title}", "bold"))
     c.out().print(table)

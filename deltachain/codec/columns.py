@@ -21,11 +21,9 @@ from deltachain.types import TensorSpec
 
 Numbers = npt.NDArray[np.int64]
 
-FEW: Final = 4
-"""Rows of a kind up to which they are asked about one by one: arrays would cost more."""
+FEW: Final = 4  # rows of a kind up to which they are asked about one by one: arrays would cost more
 
-MOST: Final = 1 << 62
-"""Limit of the length of a stream in its unit, far above that of any object."""
+MOST: Final = 1 << 62  # limit of the length of a stream in its unit, far above that of any object
 
 
 class Kind(NamedTuple):

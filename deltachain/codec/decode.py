@@ -37,6 +37,7 @@ class Part:
     Attributes:
         digest: blake3 of the front of the file, as stored in it.
         columns: Rows and segments of the directory, checked.
+        front_nbytes: Bytes before the streams: header, directory and their digest.
         ranges: Offsets and bytes of all that was fetched, of an object that is not fetched whole.
     """
 
@@ -47,10 +48,13 @@ class Part:
         header = container.read_header(read_at, nbytes, key=key)
         self.compressed = _check_metadata(header, key)
         self.digest = _check_front(header, read_at, key)
-        self._front_nbytes = header.entries["digest"].stop
+        self.front_nbytes = header.entries["digest"].stop
         self.directory = _read_directory(header, read_at, compressed=self.compressed, key=key)
         self.columns = columns_of(self.directory, compressed=self.compressed, key=key)
-        _check_digests(self.directory, key)
+        try:
+            check_digests(self.directory.tensors)
+        except errors.ConfigError as exc:
+            raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
         self.rows = MappingProxyType(dict(zip(self.columns.number, self.columns.rows, strict=True)))
         self._streams = {
             row.name: StreamReader(frames, read_at, compressed=self.compressed, key=key)
@@ -75,11 +79,6 @@ class Part:
         """Read from another copy of the object's bytes from now on, and release the first."""
         self._source.data = memoryview(data)
         self.ranges.clear()
-
-    @property
-    def front_nbytes(self) -> int:
-        """Bytes before the streams: header, directory and their digest."""
-        return self._front_nbytes
 
     @property
     def nnz(self) -> int:
@@ -249,13 +248,6 @@ def _read_directory(
     return directory
 
 
-def _check_digests(directory: d.Directory, key: str) -> None:
-    try:
-        check_digests(directory.tensors)
-    except errors.ConfigError as exc:
-        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
-
-
 def _frames(
     directory: d.Directory, header: container.Header, *, compressed: bool, key: str
 ) -> Iterator[tuple[d.StreamRow, Frames]]:
@@ -298,8 +290,7 @@ def _nbytes(name: str, units: int) -> int:
     return (units + 7) // 8 if d.in_bits(name.partition(".")[2]) else units
 
 
-Range = tuple[int, int]
-"""First byte, and the byte after the last."""
+Range = tuple[int, int]  # first byte, and the byte after the last
 
 
 def stored_ranges(part: Part, wanted: Mapping[str, Range]) -> list[Range]:

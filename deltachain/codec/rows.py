@@ -58,7 +58,10 @@ def with_full_rows(directory: Directory) -> Directory:
         if is_compact(stored):
             pairs = zip(gaps[own], nnz[own], strict=True)
             gaps[own] = [_size(distance, changed) for distance, changed in pairs]
-            name = _full_name(stored.name, before)
+            digits, colon, rest = stored.name.partition(":")
+            if not (colon and digits.isdecimal() and len(digits) <= MAX_DIGITS):
+                raise ValueError(f"name {stored.name[:80]!r} is not front coded")
+            name = before[: int(digits)] + rest
             row = msgspec.structs.replace(stored, name=name, nnz=sum(nnz[own]))
         characters += len(row.name)  # each name may have all characters of the one before
         if characters > MAX_DIRECTORY:
@@ -95,13 +98,6 @@ def _front_coded(name: str, before: str) -> str:
     """Return the length of the prefix that two names share, and the rest of the first."""
     shared = len(commonprefix((name, before)))  # noqa: RUF071 - characters, not paths
     return f"{shared}:{name[shared:]}"
-
-
-def _full_name(front_coded: str, before: str) -> str:
-    digits, colon, rest = front_coded.partition(":")
-    if not (colon and digits.isdecimal() and len(digits) <= MAX_DIGITS):
-        raise ValueError(f"name {front_coded[:80]!r} is not front coded")
-    return before[: int(digits)] + rest
 
 
 def _usual_size(nnz: int) -> int:

@@ -25,7 +25,7 @@ from deltachain.subscribe.targets.folder import HeldFile, OwnFolder, write_asset
 from deltachain.threads import Closeable
 from deltachain.types import Version
 
-from .replica_client import Http, bearer, read, secret
+from .replica_client import Http, bearer, secret
 
 _T = TypeVar("_T")
 
@@ -62,10 +62,7 @@ class EngineClient(Http):
         *,
         method: str = "GET",
     ) -> _T:
-        found = read(self.tell(path, body, method=method), kind)
-        if found is None:
-            raise ControlPlaneError(f"{self.url}: unexpected response body from {path}")
-        return found
+        return self.parsed(self.tell(path, body, method=method), kind, path)
 
     def has(self, path: str) -> bool:
         """Return whether a GET route exists at a path; a proxy may answer neither yes nor no."""

@@ -109,6 +109,12 @@ class Http:
             raise ControlPlaneError(f"{self.url} did not answer: {what}", hint=hint) from exc
         return httpx.Response(answer.status_code, content=content)
 
+    def parsed(self, answer: httpx.Response, kind: "type[_T]", route: str) -> "_T":
+        found = read(answer, kind)
+        if found is None:
+            raise ControlPlaneError(f"{self.url}: unexpected response body from {route}")
+        return found
+
     def close(self) -> None:
         self._client.close()
 
@@ -264,10 +270,7 @@ class ReplicaClient(Closeable):
     def _ask(
         self, method: str, route: str, kind: type[_T], body: dict[str, Any] | None = None
     ) -> _T:
-        found = read(self._send(method, route, body), kind)
-        if found is None:
-            raise ControlPlaneError(f"{self.url}: unexpected response body from {route}")
-        return found
+        return self._http.parsed(self._send(method, route, body), kind, route)
 
     def _send(self, method: str, route: str, body: dict[str, Any] | None) -> httpx.Response:
         for prefix in [self._prefix] if self._prefix else PREFIXES:

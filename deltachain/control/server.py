@@ -4,12 +4,10 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -26,7 +24,7 @@ from deltachain.presence.writer import PresenceWriter, record_key, replica_prese
 from deltachain.replica.engine import Engine
 from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.threads import started
+from deltachain.threads import apart
 from deltachain.tokens import Tokens
 
 from .schemas import TOKEN_HEADER, VersionRequest
@@ -153,16 +151,8 @@ def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
 
 async def aside(action: Callable[[_A], _T], given: _A) -> _T:
     """Call in a daemon thread, which does not block the end of the process as executors do."""
-    outcome: Future[_T] = Future()
-    outcome.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action(given))
-        except BaseException as exc:  # noqa: BLE001 - raised again by await
-            outcome.set_exception(exc)
-
-    if not started(Thread(target=run, name="deltachain-control", daemon=True)):
+    outcome = apart(partial(action, given), "deltachain-control")
+    if outcome is None:
         raise ControlPlaneError("this process cannot start another thread", hint="ask again later")
     return await asyncio.wrap_future(outcome)
 

@@ -349,9 +349,9 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     return parse(payload, kind, key=key)
 
 
-def read_state(text: str, *, key: str) -> StateDigest:
+def check_state(text: str, *, key: str) -> None:
     try:
-        return StateDigest.parse(text)
+        StateDigest.parse(text)
     except ValueError as exc:
         raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 

@@ -530,7 +530,9 @@ class Landing:
         """
         landed = self._landed
         with Pool(cores()) as pool:
-            for _ in pool.ordered(Landed.fill, landed, ahead=4 * cores(), small=_is_small):
+            for _ in pool.ordered(
+                Landed.fill, landed, ahead=4 * cores(), small=lambda one: one.nnz < SMALL_NNZ
+            ):
                 pass
         pieces: dict[str, list[tuple[ChangeColumns, slice]]] = defaultdict(list)
         for one in landed:
@@ -547,10 +549,6 @@ class Landing:
 
 
 SMALL_NNZ: Final = 1 << 14  # changes below which no thread is worth its start
-
-
-def _is_small(landed: Landed) -> bool:
-    return landed.nnz < SMALL_NNZ
 
 
 def _joined(several: Sequence[Changes]) -> Changes:
@@ -686,22 +684,14 @@ def disagreements(where: torch.device, kinds: Iterable[LaneKind] = KINDS) -> lis
     return wrong
 
 
-class _Trial(NamedTuple):
-    """Weights on a device, and the bits that a snapshot of them has."""
-
-    name: str
-    current: Tensor
-    wire: torch.dtype
-    expected: Bits
-
-
-def _trial(where: torch.device, kind: LaneKind) -> _Trial:
+def _trial(where: torch.device, kind: LaneKind) -> tuple[str, Tensor, torch.dtype, Bits]:
+    """Return the name of a kind, such weights on a device, their wire dtype and their bits."""
     rng, numel = np.random.default_rng(1), BLOCK + 3
     if kind.master:
         values = rng.standard_normal(numel, np.float32)
         weights = torch.from_numpy(values).to(where)
-        return _Trial("fp32", weights, torch.bfloat16, host.cast_bf16(values))
+        return "fp32", weights, torch.bfloat16, host.cast_bf16(values)
     width, dtype = kind.width, INT_DTYPES[kind.width]
     bits: Bits = rng.integers(0, 256, numel * width, np.uint8).view(BITS_DTYPES[width])
     signed = bits.view(f"<i{width}") if width > 1 else bits
-    return _Trial(str(dtype), torch.from_numpy(signed).to(where), dtype, bits)
+    return str(dtype), torch.from_numpy(signed).to(where), dtype, bits

@@ -498,8 +498,7 @@ BLOCK: Final = 512
 """Elements compared at a time, few enough for a fully unrolled comparison with short memory stalls:
 at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
 
-SMALLEST: Final = 4 * BLOCK
-"""Elements of the smallest buffer of changes."""
+SMALLEST: Final = 4 * BLOCK  # elements of the smallest buffer of changes
 
 _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 """Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""
@@ -544,9 +543,9 @@ def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int
     return count
 
 
-def drive(
-    kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits
-) -> tuple[arrays.Changes, bool]:
+def _drive(
+    kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
+) -> arrays.Changes:
     """Run a diff kernel to the end in buffers of bounded size; join the changes.
 
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
@@ -554,21 +553,16 @@ def drive(
     found: list[arrays.Changes] = []
     size = max(SMALLEST, snapshot.size // 32)
     at, dtype = 0, snapshot.dtype
-    while not found or 0 <= at < snapshot.size:
+    while not found or at < snapshot.size:
         indices, old, new = np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
-        at, count = kernel(at, (indices, old, new))
+        at, count = kernel(snapshot, current, at, (indices, old, new))
         indices, old, new = indices[:count], old[:count], new[:count]
         if size == SMALLEST:  # thousands of small tensors would hold a buffer each
             indices, old, new = indices.copy(), old.copy(), new.copy()
         found.append(arrays.Changes(indices, old, new))
-    if at < 0:
-        for changes in found:
-            snapshot[changes.indices] = changes.old
-        indices, old, new = found[0]
-        return arrays.Changes(indices[:0], old[:0], new[:0]), False
     if len(found) == 1:
-        return found[0], True
-    return arrays.Changes(*(np.concatenate(column) for column in zip(*found, strict=True))), True
+        return found[0]
+    return arrays.Changes(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 @compiled
@@ -614,12 +608,6 @@ def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, i
         count = emit_rest(block, snapshot[at:], at, out, count)
         at = end
     return at, count
-
-
-def _drive(
-    kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
-) -> arrays.Changes:
-    return drive(lambda at, out: kernel(snapshot, current, at, out), snapshot)[0]
 
 
 def diff_(snapshot: Bits, current: Bits) -> arrays.Changes:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 Table = npt.NDArray[np.int64]
 Plane = npt.NDArray[np.uint8]
 
-MAX_LENGTH: Final = 1 << 20
-"""Upper bound of the elements of a segment (FORMAT.md 3)."""
+MAX_LENGTH: Final = 1 << 20  # upper bound of the elements of a segment (FORMAT.md 3)
 
 
 def empty_bytes(nbytes: int) -> Plane:

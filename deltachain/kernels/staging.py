@@ -68,16 +68,13 @@ def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # no
 
 def allocator(device: torch.device) -> Callable[[int], Plane]:
     """Return the function that :func:`.segments.pack` takes memory with, page-locked for CUDA."""
-    return _page_locked if device.type == "cuda" else _plain
 
+    def allocate(nbytes: int) -> Plane:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        found: Plane = memory.numpy()
+        return found
 
-def _page_locked(nbytes: int) -> Plane:
-    memory: Plane = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return memory
-
-
-def _plain(nbytes: int) -> Plane:
-    return np.empty(nbytes, np.uint8)
+    return allocate
 
 
 def upload(batch: SegmentBatch, device: torch.device) -> Tensor:
@@ -138,8 +135,8 @@ def fold(changes: Sequence[ChangeBatch]) -> ChangeBatch:
         indices + base.repeat_interleave(counts, output_size=total), stable=True
     )
     values = torch.cat([one.values for one in changes])
-    absolute = torch.cat([_mask(one) for one in changes])[order]
-    kept = torch.cat([_kept(one) for one in changes])[order]
+    absolute = torch.cat([_each(one, one.absolute) for one in changes])[order]
+    kept = torch.cat([_each(one, one.kept) for one in changes])[order]
     sums = torch.cumsum(torch.where(kept, values[order].to(torch.int64), 0), 0)
     edge = keys[1:] != keys[:-1]
     position = torch.arange(total, device=keys.device)
@@ -170,16 +167,12 @@ def _merged(spans: Table) -> tuple[Table, Table]:
     return merged, (np.cumsum(bounds) - bounds)[which]
 
 
-def _mask(changes: ChangeBatch) -> Tensor:
-    if isinstance(changes.absolute, Tensor):
-        return changes.absolute
-    return torch.full(changes.indices.shape, changes.absolute, device=changes.indices.device)
-
-
-def _kept(changes: ChangeBatch) -> Tensor:
-    if changes.kept is not None:
-        return changes.kept
-    return torch.ones(changes.indices.shape, dtype=torch.bool, device=changes.indices.device)
+def _each(changes: ChangeBatch, given: Tensor | bool | None) -> Tensor:
+    """Return a mask of the changes, from one or from what holds for all; ``None`` is true."""
+    if isinstance(given, Tensor):
+        return given
+    everywhere = given is None or given
+    return torch.full(changes.indices.shape, everywhere, device=changes.indices.device)
 
 
 def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]) -> StagedChanges:
@@ -197,7 +190,11 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     masked, ndim = changes.kept is not None, placements.ndim
     launch(_programs().count_block, grid, *given, counts, ndim, MASKED=masked, **_BLOCKS)
     ends = torch.cumsum(counts, 0)
-    total = _read_total(changes, counts, names)
+    verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
+    read = torch.cat([*verdicts, counts]).cpu().numpy()  # in one copy
+    split = read.size - counts.numel()
+    changes.check(read[:split], names)
+    total = int(read[split:].sum())
     positions = torch.empty(total, dtype=torch.int64, device=device)
     old, new = (torch.empty(total, dtype=changes.values.dtype, device=device) for _ in range(2))
     sums = torch.zeros((placements.slots, 5), dtype=torch.int64, device=device)
@@ -214,15 +211,6 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
         **_BLOCKS,
     )
     return StagedChanges(positions, old, new, sums, writes, placements)
-
-
-def _read_total(changes: ChangeBatch, found: Tensor, names: Sequence[str]) -> int:
-    """Read verdicts and ``(n,)`` counts from the device in one copy; return the sum of these."""
-    verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
-    read = torch.cat([*verdicts, found]).cpu().numpy()
-    split = read.size - found.numel()
-    changes.check(read[:split], names)
-    return int(read[split:].sum())
 
 
 def _blocks(visits: Table) -> Table:

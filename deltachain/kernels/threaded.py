@@ -5,7 +5,6 @@ faults. Small arrays are left to the caller's thread.
 """
 
 import os
-from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -35,13 +34,9 @@ def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
     cuts = _cuts(bits.size)
     if len(cuts) == 1:
         return host.digest(key, bits, start)
-    digest_of = partial(_digest, key, bits, start)
     with Pool(len(cuts)) as pool:
-        return sum(pool.map(digest_of, cuts), StateDigest())
-
-
-def _digest(key: tuple[int, int], bits: Bits, start: int, cut: slice) -> StateDigest:
-    return host.digest(key, bits[cut], start + cut.start)
+        parts = pool.map(lambda cut: host.digest(key, bits[cut], start + cut.start), cuts)
+        return sum(parts, StateDigest())
 
 
 def _cuts(size: int) -> list[slice]:

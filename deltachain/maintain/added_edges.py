@@ -106,7 +106,11 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
         return known
     plan = plan_present(chain, None, target)
     with fetching(chain, plan, target=target, base=base, hold=False, room=scratch()) as fetched:
-        return upload_anchor(chain, target, _whole(chain, fetched, target))
+        check_write_access(chain)
+        _refuse_closed(chain, target)
+        limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
+        edge = _upload(chain.store, "anchor", target, _whole(chain, fetched, target), limit)
+        return chain.add_edge(target, edge, base_state="")
 
 
 def recorded_anchor(chain: Chain, target: Committed) -> EdgeSummary | None:
@@ -123,15 +127,6 @@ def recorded_anchor(chain: Chain, target: Committed) -> EdgeSummary | None:
         version=target.version,
         hint="run this again after the next version, or restart the publisher",
     )
-
-
-def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
-    """Upload all bits of a version, and record them as an anchor; an existing record is kept."""
-    check_write_access(chain)
-    _refuse_closed(chain, target)
-    limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
-    edge = _upload(chain.store, "anchor", target, changes, limit)
-    return chain.add_edge(target, edge, base_state="")
 
 
 class _BitsAt:

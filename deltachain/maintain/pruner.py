@@ -33,20 +33,6 @@ def span_of(edge: EdgeSummary) -> int:
     return 0 if edge.base is None else edge.version - edge.base
 
 
-def prunable(edges: Iterable[EdgeSummary], stay: Collection[EdgeSummary]) -> set[EdgeSummary]:
-    """Return the edges that need not stay.
-
-    A base checkpoint is never pruned, nor an edge that a range cannot tell from one that stays: a
-    version may have two anchors.
-    """
-    places = {(edge.kind, span_of(edge), edge.version) for edge in stay}
-    return {
-        edge
-        for edge in edges
-        if edge.kind != "base" and (edge.kind, span_of(edge), edge.version) not in places
-    }
-
-
 def times_of(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, float]:
     if record is None:
         return {}
@@ -341,7 +327,14 @@ class Pruner:
         kept = sorted(self.rule.kept(first, self._tagged(chain)))
         ways = ways_to(chain, kept, head, edges, ended)
         stay = ways | newest_edges(edges, with_objects(edges, objects), first=first)
-        wanted = prunable(edges, stay)
+        # No range can tell an edge from one that stays at the same place: a version may have two
+        # anchors. A base checkpoint is never pruned.
+        places = {(edge.kind, span_of(edge), edge.version) for edge in stay}
+        wanted = {
+            edge
+            for edge in edges
+            if edge.kind != "base" and (edge.kind, span_of(edge), edge.version) not in places
+        }
         gone = ended | {edge for edge in wanted if edge in past and past[edge] <= now}
         withheld = self._whole(ended & stay, objects)
         self._say_withheld(ended & ways)

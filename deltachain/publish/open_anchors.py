@@ -15,8 +15,7 @@ from deltachain.publish.model.source import ModelTensors
 OF_PARTS: Final = frozenset({"directory", "digest"})
 """Entries of a part that are no tensors (FORMAT.md 3)."""
 
-METADATA: Final = {"format": "pt"}
-"""Of each part, because loaders of checkpoints ask for it."""
+METADATA: Final = {"format": "pt"}  # of each part, because loaders of checkpoints ask for it
 
 
 def refuse_parts(source: ModelTensors) -> None:

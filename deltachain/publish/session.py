@@ -204,18 +204,6 @@ class EdgeShare(msgspec.Struct, frozen=True):
     copies: dict[str, HeldShard] = {}
 
 
-def _revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
-    edges = [share.edge for share in shares]
-    edge = Edge(
-        kind=edges[0].kind,
-        base=edges[0].base,
-        encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
-        parts=tuple(part for edge in edges for part in edge.parts),
-    )
-    store.reveal({part.key: part.pin for part in edge.parts})
-    return edge
-
-
 def _base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
     hint = (
         "base must be the checkpoint that the model was loaded from, before training; "
@@ -375,7 +363,7 @@ class Session:
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
-            upload_s=upload.seconds,
+            upload_s=upload.clock.seconds,
             copies={} if diff is None else self._copies,
         )
 
@@ -465,7 +453,14 @@ class Session:
         return self.writer.add_anchor(committed, edge, before=late.before)
 
     def _revealed(self, shares: Sequence[EdgeShare]) -> Edge:
-        edge = _revealed(self.writer.chain.store, shares)
+        edges = [share.edge for share in shares]
+        edge = Edge(
+            kind=edges[0].kind,
+            base=edges[0].base,
+            encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
+            parts=tuple(part for edge in edges for part in edge.parts),
+        )
+        self.writer.chain.store.reveal({part.key: part.pin for part in edge.parts})
         if edge.kind == "anchor" and self.config.anchor_format == "safetensors":
             name_checkpoint(self.writer.chain, edge)
         return edge
@@ -475,7 +470,7 @@ class Session:
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff) -> None:
-        for found in diff.by_tensor:
+        for found in diff.complete().by_tensor:
             places = found.weight.element_map
             whole = None if found.is_part else places.all_of(found.spec)
             run = places.run_of(found.spec) if self.encoding.needs_old else None
@@ -741,7 +736,12 @@ def _changes(
             found, nbytes, parts = list[Changes](), 0, 0
             compare = partial(_compare, fetched, snapshot.reader(weight))
             windows = weight.element_map.windows(FILE_NUMEL)
-            for one in pool.ordered(compare, windows, ahead=2 * cores(), small=_is_small):
+            for one in pool.ordered(
+                compare,
+                windows,
+                ahead=2 * cores(),
+                small=lambda one: len(one.indices) < SMALL_NUMEL,
+            ):
                 if found and nbytes > PART_NBYTES:
                     yield from _mapped(weight, found, is_part=True)
                     found, nbytes, parts = [], 0, parts + 1
@@ -760,10 +760,6 @@ def _mapped(
         indices, old, new = indices[order], old[order], new[order]
     live = {weight.spec.name: Changes(indices, old, new)}
     return (one._replace(is_part=is_part) for one in map_changes(live, [weight]).by_tensor)
-
-
-def _is_small(window: AdjacentRuns) -> bool:
-    return len(window.indices) < SMALL_NUMEL
 
 
 def _compare(fetched: Fetched, read: Callable[[Selection], Bits], window: AdjacentRuns) -> Changes:

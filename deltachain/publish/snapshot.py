@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 WINDOW_NUMEL: Final = 1 << 20
 """Elements copied and digested at a time by each thread: few enough to stay in cache."""
 
-DEVICE_WINDOW_NUMEL: Final = 1 << 26
-"""Elements digested at a time on a device."""
+DEVICE_WINDOW_NUMEL: Final = 1 << 26  # elements digested at a time on a device
 
 FILE_NUMEL: Final = 4 * WINDOW_NUMEL
 """Elements of a file that are read, digested and compared at a time."""
@@ -123,12 +122,8 @@ class Slabs:
         slab, used = self._open.get(key, (None, 0))
         if slab is None or used + size > slab.numel():
             expected = min(SLAB_NBYTES // width, self.left.get(width, 0))
-            slab, used = (
-                torch.empty(
-                    max(size, expected), dtype=torch_kernels.INT_DTYPES[width], device=where
-                ),
-                0,
-            )
+            kind = torch_kernels.INT_DTYPES[width]
+            slab, used = torch.empty(max(size, expected), dtype=kind, device=where), 0
             if pinned:
                 torch_kernels.pin_(slab)
         self.left[width] = max(0, self.left.get(width, 0) - size)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from deltachain.publish.model.source import Weight
 
 
-SMALL_NNZ: Final = 1 << 14
-"""Changes of a weight below which no thread is worth its start."""
+SMALL_NNZ: Final = 1 << 14  # changes of a weight below which no thread is worth its start
 
 
 class CheckpointChanges(NamedTuple):
@@ -80,10 +79,6 @@ class Diff:
         return self.complete().live
 
     @property
-    def by_tensor(self) -> Iterable[CheckpointChanges]:
-        return self.complete().by_tensor
-
-    @property
     def digest(self) -> StateDigest:
         return self.complete().digest
 
@@ -104,13 +99,11 @@ def map_changes(live: Mapping[str, Changes], weights: "Iterable[Weight]") -> Map
     """Map changes of live weights to the checkpoint, and digest them, on all cores."""
     changed = [(weight, live[weight.spec.name]) for weight in weights if weight.spec.name in live]
     with Pool(cores()) as pool:
-        parts = pool.ordered(_mapped, changed, ahead=4 * cores(), small=_is_small)
+        parts = pool.ordered(
+            _mapped, changed, ahead=4 * cores(), small=lambda one: one[1].indices.size < SMALL_NNZ
+        )
         mapped = [one for part in parts for one in part]
     return Mapped(live, mapped, sum((one.digest for one in mapped), StateDigest()))
-
-
-def _is_small(changed: "tuple[Weight, Changes]") -> bool:
-    return changed[1].indices.size < SMALL_NNZ
 
 
 def _mapped(changed: "tuple[Weight, Changes]") -> list[CheckpointChanges]:

@@ -240,7 +240,7 @@ class Writer:
         self._listing = Lock()  # of the sizes and of what the next manifest lists
         self._added: list[EdgeSummary] = []
         self._offered: tuple[EdgeSummary, ...] = ()
-        self._uncertain: Manifest | None = None
+        self.uncertain: Manifest | None = None  # one whose commit may have happened
 
     def why_stopped(self) -> str:
         """Look at the store; return why the next version cannot be committed, or nothing."""
@@ -285,7 +285,7 @@ class Writer:
         with self._listing:
             self._offered = tuple(self._added)
         recent, window_from = self._known.listed(version, self._offered)
-        self._uncertain = manifest = Manifest(
+        self.uncertain = manifest = Manifest(
             ext=dict(ext or {}),
             chain=self.chain.identity.chain,
             version=version,
@@ -308,22 +308,18 @@ class Writer:
         self._advance(committed)
         return committed
 
-    @property
-    def uncertain(self) -> bool:
-        return self._uncertain is not None
-
     def settle(self) -> bool:
         """Determine an unknown outcome; return whether it was a commit, and advance then."""
-        manifest = self._uncertain
+        manifest = self.uncertain
         if manifest is None:
             return False
         try:
             with self._naming_who_was_first():
                 found = self.chain.settle(manifest)
         except errors.PublisherFencedError:
-            self._uncertain = None
+            self.uncertain = None
             raise
-        self._uncertain = None
+        self.uncertain = None
         if found is None:
             return False
         self._advance(found)
@@ -356,7 +352,7 @@ class Writer:
                 self.chain.write_head(self.parent.version, self._added)
 
     def _advance(self, committed: Committed) -> None:
-        self._uncertain = None
+        self.uncertain = None
         self.parent = committed
         manifest = committed.manifest
         self._known = self._known.after(manifest, self._offered)

@@ -35,14 +35,12 @@ from deltachain.types import TensorSpec
 from .placements import HolderKey, Placement
 
 Numbers = npt.NDArray[np.int64]
-Chosen: TypeAlias = "slice | npt.NDArray[np.bool_]"
-"""Selector of segments of a run."""
+Chosen: TypeAlias = "slice | npt.NDArray[np.bool_]"  # selector of segments of a run
 
 BATCHED: Final = frozenset({"step", "overwrite"})
 """Encodings that are staged in batches; others tensor by tensor, on the host."""
 
-GAP_WIDTHS: Final = {"gap8": 1, "gap16.0": 2, "gap16.1": 2}
-"""Bytes of the gaps of each stream."""
+GAP_WIDTHS: Final = {"gap8": 1, "gap16.0": 2, "gap16.1": 2}  # bytes of the gaps of each stream
 
 SMALL: Final = 1 << 10
 """Changes of a stretch of one width of gaps below which a copy of all costs less than to cut."""

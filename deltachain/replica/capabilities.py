@@ -48,8 +48,7 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-SERVER: Final = "server"
-"""The use of an engine as a server, beside that in its user's process."""
+SERVER: Final = "server"  # the use of an engine as a server, beside that in its user's process
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt``."""
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's ``mallopt``
 
 MAPPED: Final = 32 << 20
 """Bytes of memory that is mapped by itself, and given back when it is freed: glibc's maximum."""

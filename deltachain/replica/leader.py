@@ -72,7 +72,7 @@ class EngineWatch:
     def run(self, stop: Event) -> None:
         self._ask()
         while not stop.wait(
-            min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
+            min(self._every_s, EVERY_S_IF_PAUSED) if self._target.holds.why else self._every_s
         ):
             self._ask()
 
@@ -281,7 +281,7 @@ class Leader:
             staged=self.staged.to.version if self.staged else None,
             head=self.newest,
             following=self.settings.follow and not self.ended,
-            paused=bool(target.why_paused),
+            paused=bool(target.holds.why),
             classes=target.classes(),
             on_host=target.on_host(),
             oldest=_oldest(target.oldest, subscriber.version),
@@ -300,8 +300,8 @@ class Leader:
             return NOTHING_HELD
         if self.released:
             return f"asleep: the engine has released its {', '.join(sorted(self.released))}"
-        if self.target.why_paused:
-            return self.target.why_paused
+        if self.target.holds.why:
+            return self.target.holds.why
         is_late = not (self.caught_up or status.doubt or status.pinned)
         return "it has not caught up yet" if is_late else ""
 

@@ -20,8 +20,7 @@ from .batches import DeviceStager, GroupPlan, HostStager, LayoutStreams
 from .placements import HolderKey
 from .spool import host_bits
 
-Effects: TypeAlias = dict[HolderKey, Effect]
-"""Effects of a stage on the state digest, by holders."""
+Effects: TypeAlias = dict[HolderKey, Effect]  # effects of a stage on the state digest, by holders
 
 
 @dataclass(frozen=True, slots=True)

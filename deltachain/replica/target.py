@@ -42,8 +42,7 @@ The end is seen at most this share late, and an engine, which answers between tw
 asked rarely.
 """
 
-STAGE_S: Final = 900.0
-"""Timeout of staging in seconds; a rank that takes longer is considered dead."""
+STAGE_S: Final = 900.0  # timeout of staging in seconds; a rank that takes longer is considered dead
 
 _R = TypeVar("_R", bound=wire.RankReply)
 
@@ -112,8 +111,7 @@ class Beside(Protocol):
     def swap(self) -> None: ...
 
 
-SHOWN: Final = 20
-"""Number of reasons in a status."""
+SHOWN: Final = 20  # number of reasons in a status
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +143,6 @@ class ReplicaTarget(Target):
         self._unused = UnusedState()
         self._orphans: Sequence[wire.FindUnusedReply] = ()
         self._leads = False
-
-    @property
-    def why_paused(self) -> str:
-        """Why generation is paused, apart from swaps; empty if it is not. See :meth:`look`."""
-        return self.holds.why
 
     def _ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
         """Return the replies of all ranks, of the given type; raise a refusal as its error."""

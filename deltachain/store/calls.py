@@ -3,14 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
-from threading import Lock, Thread
+from threading import Lock
 from typing import Final, TypeVar
 
 from deltachain.retry import Backoff, Deadline
 from deltachain.store.base import unavailable
-from deltachain.threads import started
+from deltachain.threads import apart
 
 FIRST_S: Final = 20.0  # of a call, if no request of its client has ever been answered
 REPORT_S: Final = 5.0  # of retries, after which a store is first reported to be waited for
@@ -34,16 +33,9 @@ def within(call: Callable[[], _T], deadline: Deadline) -> _T:
 
     The timeout of a socket restarts with every byte. A call that was given up ends by its own.
     """
-    outcome: Future[_T] = Future()
     least = time.monotonic() + _LEAST_S
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as exc:  # noqa: BLE001 - raised again by Future.result
-            outcome.set_exception(exc)
-
-    if not started(Thread(target=run, name="deltachain-request", daemon=True)):
+    outcome = apart(call, "deltachain-request")
+    if outcome is None:
         return call()
     while True:
         left_s = max(deadline.left_s, least - time.monotonic())

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from . import compat
 
-MARK: Final = "deltachain:"
-"""Start of our salts, which a caller's own follows."""
+MARK: Final = "deltachain:"  # start of our salts, which a caller's own follows
 
 
 def renew(scheduler: Any, salt: str) -> None:

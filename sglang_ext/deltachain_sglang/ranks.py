@@ -53,8 +53,7 @@ class SchedulerReply(Struct, frozen=True, kw_only=True):
     oldest: str = ""
 
 
-COLLECT: Final = "collect"
-"""Request for the replies of all stages to the requests before."""
+COLLECT: Final = "collect"  # request for the replies of all stages to the requests before
 
 
 _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)

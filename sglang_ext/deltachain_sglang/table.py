@@ -7,8 +7,7 @@ from typing import Final
 
 from deltachain.replica.capabilities import Capability, CapabilityTable, names
 
-IN_PLACE: Final = "in_place"
-"""Pause mode in which caches and running requests are kept."""
+IN_PLACE: Final = "in_place"  # pause mode in which caches and running requests are kept
 
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
@@ -23,8 +22,7 @@ MOVING: Final = {
 REPLACING: Final = {"elastic_ep_backend": None, "enable_elastic_expert_backup": False}
 """Options with which experts of lost ranks are loaded as they were at the start."""
 
-BALANCED: Final = "moving experts"
-"""The use of a server with one of the options ``MOVING``."""
+BALANCED: Final = "moving experts"  # the use of a server with one of the options ``MOVING``
 
 _LAYERS: Final = "sglang.srt.layers"
 _MESSAGES: Final = "sglang.srt.managers.io_struct:"

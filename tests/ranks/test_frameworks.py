@@ -134,7 +134,7 @@ def test_fsdp_of_a_model_of_megatron_is_refused() -> None:
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = _model("head")
-        fully_shard(model.head, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model.get_submodule("head"), mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(UnsupportedModelError, match=r"divides 'head.weight'") as caught:
             shards(Bridge(), [model])
     finally:

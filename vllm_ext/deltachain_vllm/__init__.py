@@ -25,17 +25,14 @@ __all__ = [
     "subscribe",
 ]
 
-BACKEND: Final = "deltachain"
-"""Name of the weight-transfer backend."""
+BACKEND: Final = "deltachain"  # name of the weight-transfer backend
 
-HANDLE: Final = "deltachain_handle"
-"""Name of the worker method that handles requests."""
+HANDLE: Final = "deltachain_handle"  # name of the worker method that handles requests
 
 MEETING: Final = "deltachain_meeting"
 """Name of the method of an engine's core that returns host and port of its group's store."""
 
-IN_PLACE: Final = "in_place"
-"""Pause mode in which caches and running requests are kept."""
+IN_PLACE: Final = "in_place"  # pause mode in which caches and running requests are kept
 
 _HOMES: Final = {
     "DeltaChainTrainerInit": "deltachain_vllm.trainer",

@@ -18,8 +18,7 @@ from deltachain.replica.engine import age
 from . import IN_PLACE
 from .compat import hook, is_hooked
 
-OLDEST: Final = "deltachain_oldest"
-"""Name of the method that an engine's core gets."""
+OLDEST: Final = "deltachain_oldest"  # name of the method that an engine's core gets
 
 
 class Salts:

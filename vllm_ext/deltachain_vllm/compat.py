@@ -173,8 +173,7 @@ def with_heads(model: Any, heads: Any) -> WithHeads:
     return WithHeads(model, heads, partly=disable_mtp_completeness_check, own_loader=own_loader)
 
 
-_HOOKED: Final = "deltachain_hooked"
-"""Attribute that marks methods of vLLM as hooked."""
+_HOOKED: Final = "deltachain_hooked"  # attribute that marks methods of vLLM as hooked
 
 
 def hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -266,8 +265,7 @@ def own_loader(tensor: Any) -> None:
             tensor.weight_loader = loader
 
 
-UNRECORDED: Final = frozenset({"bias"})
-"""Parameters missing in vLLM's record of a layer's creation."""
+UNRECORDED: Final = frozenset({"bias"})  # parameters missing in vLLM's record of a layer's creation
 
 
 def left_alone() -> frozenset[str]:

@@ -142,8 +142,7 @@ class VllmEngine:
         return run_on(self._loop, coroutine)
 
 
-ARGUMENT: Final = "worker_extension_cls"
-"""Argument that names the extension of an engine's workers."""
+ARGUMENT: Final = "worker_extension_cls"  # argument that names the extension of an engine's workers
 
 
 class OfflineEngine:

@@ -127,8 +127,7 @@ def _dtype(layer: Any, weight: object) -> torch.dtype | None:
 # the sum are zero.
 
 
-COLUMNS: Final = 16
-"""Number of columns of a layer to compare; chosen anew each time."""
+COLUMNS: Final = 16  # number of columns of a layer to compare; chosen anew each time
 
 
 @dataclass(frozen=True, slots=True)

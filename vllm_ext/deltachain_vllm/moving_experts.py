@@ -16,8 +16,7 @@ Rows: TypeAlias = Mapping[str, tuple[Any, list[int]]]
 """Layers of experts, and the experts in their slots on all ranks, by the names of the layers."""
 
 
-EXPERT: Final = 4
-"""Position of the expert among the arguments of a loader."""
+EXPERT: Final = 4  # position of the expert among the arguments of a loader
 
 
 def slots(model: nn.Module, balancer: Any) -> Mapping[str, tuple[int, ...]]:

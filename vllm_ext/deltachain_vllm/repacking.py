@@ -19,8 +19,7 @@ from deltachain.replica.layout.module_members import ACTS, NESTED, Members, cont
 
 from . import compat
 
-Member: TypeAlias = tuple[nn.Module, str]
-"""A module, and the name of one of its own parameters."""
+Member: TypeAlias = tuple[nn.Module, str]  # a module, and the name of one of its own parameters
 
 
 def repack(
@@ -47,8 +46,10 @@ def repack(
     for view in views:
         view.make()
     scaled = [one for one in last if one in chosen]
-    for layer in scaled:
-        _make_scales(layer)
+    for layer in scaled:  # key and value scales of attention, as a reload makes them
+        method = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.create_weights(layer)
     load()
     packed = chosen.union(layer for layer, _ in tied).difference(last)
     _process(
@@ -164,13 +165,6 @@ def _make_raw(layer: nn.Module, shared: Mapping[str, nn.Parameter | None]) -> No
             layer._parameters[name] = copied
 
 
-def _make_scales(layer: nn.Module) -> None:
-    """Give an attention layer its parameters for key and value scales, as a reload does."""
-    method = getattr(layer, "quant_method", None)
-    if method is not None:
-        method.create_weights(layer)
-
-
 def _put_aliases_back(layer: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
     """Restore a layer's views, which are not recorded and so were not created."""
     for name, buffer in buffers.items():
@@ -187,8 +181,7 @@ def _put_aliases_back(layer: nn.Module, buffers: Mapping[str, Tensor | None]) ->
 OWN: Final = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that a copy needs for itself, whatever they contain."""
 
-SHARED: Final = ("kv_cache",)
-"""Parts of the names of members that a copy shares."""
+SHARED: Final = ("kv_cache",)  # parts of the names of members that a copy shares
 
 
 def loaded_apart(

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 WEIGHTS: Final = "weights"
 CACHE: Final = "kv_cache"
-SCHEDULING: Final = "scheduling"
-"""vLLM's tag for its scheduler."""
+SCHEDULING: Final = "scheduling"  # vLLM's tag for its scheduler
 
 Endpoint = Callable[..., Awaitable[Any]]
 

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 PAUSES: Final = ("keep", "wait", "abort", IN_PLACE)
 """Pause modes: running requests are computed anew, waited for, aborted, or continue as they are."""
 
-ROUTES: Final = "deltachain_http"
-"""Name of deltachain's endpoint plugin in ``VLLM_PLUGINS``."""
+ROUTES: Final = "deltachain_http"  # name of deltachain's endpoint plugin in ``VLLM_PLUGINS``
 
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:

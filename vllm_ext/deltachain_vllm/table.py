@@ -10,8 +10,7 @@ _LAYERS: Final = "vllm.model_executor.layers"
 _CLIENT: Final = "vllm.v1.engine.async_llm:AsyncLLM."
 _TRANSFER: Final = "vllm.distributed.weight_transfer"
 
-BALANCED: Final = "enable_eplb"
-"""The use of an engine that moves experts between slots."""
+BALANCED: Final = "enable_eplb"  # the use of an engine that moves experts between slots
 
 SHARED: Final = "shared_experts"
 """The use of engines of several servers that share experts."""

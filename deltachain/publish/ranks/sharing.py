@@ -38,8 +38,7 @@ wait for each other.
 
 MOST_NAMED: Final = 8  # most values of a setting that an error names
 
-COPIES_NUMEL: Final = 1 << 22
-"""Elements of copies that ranks compare in each version: milliseconds."""
+COPIES_NUMEL: Final = 1 << 22  # elements of copies that ranks compare in each version: milliseconds
 
 COPIES_COUNT: Final = 64  # most of these tensors: a rank sends some 16 KB of digests
 

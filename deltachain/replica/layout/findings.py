@@ -141,8 +141,7 @@ def group_of(state: ModelState, links: Links, names: Sequence[str]) -> LoadGroup
     return LoadGroup(tuple(names), layers)
 
 
-ADDRESS: Final = 1 << 32
-"""Integers from here on may be addresses, which differ from start to start."""
+ADDRESS: Final = 1 << 32  # integers from here on may be addresses, which differ from start to start
 
 
 def some_of_each(

@@ -49,11 +49,9 @@ from .reloads import Trial
 
 logger = logging.getLogger(__name__)
 
-KEPT: Final = 16
-"""Number of proofs that a folder keeps; the oldest are removed."""
+KEPT: Final = 16  # number of proofs that a folder keeps; the oldest are removed
 
-LARGEST: Final = 256 << 20
-"""Bytes of the largest file that is read."""
+LARGEST: Final = 256 << 20  # bytes of the largest file that is read
 
 OPTIONS: Final = ("VLLM_", "SGLANG_", "SGL_", "TORCH")
 """First parts of the names of environment variables that are options of an engine."""

@@ -38,8 +38,7 @@ LARGE: Final = 16.0
 FIRST: Final = 1 << 12
 """Number of elements that show of nearly every tensor that they are not all equal."""
 
-PIECE: Final = 8 << 20
-"""Bytes that are read at a time, into memory that is used again."""
+PIECE: Final = 8 << 20  # bytes that are read at a time, into memory that is used again
 
 ALONE: Final = 1 << 16
 """Bytes of a tensor from which on another thread makes it."""

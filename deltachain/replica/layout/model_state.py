@@ -39,8 +39,7 @@ from .module_members import (
 
 _G = TypeVar("_G")
 
-COLUMNS: Final = 16
-"""Number of columns of a weight that probing rows show."""
+COLUMNS: Final = 16  # number of columns of a weight that probing rows show
 
 _RETURNING: Final = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"})
 """Instructions of a function that does nothing but return, in every Python since 3.11."""

@@ -36,11 +36,9 @@ from deltachain.types import StateDigest
 _A = TypeVar("_A")
 _T = TypeVar("_T")
 
-MOST: Final = 4
-"""Threads that read, compare and restore bits: each needs the memory of a tensor."""
+MOST: Final = 4  # threads that read, compare and restore bits: each needs the memory of a tensor
 
-SMALL: Final = 1 << 20
-"""Bytes up to which no thread is worth its start."""
+SMALL: Final = 1 << 20  # bytes up to which no thread is worth its start
 
 
 class Provenance:
@@ -266,8 +264,7 @@ class Members:
         memory.put_back()
 
 
-_STAYS: Final = object()
-"""What a record has in the place of a member that is not put back."""
+_STAYS: Final = object()  # what a record has in the place of a member that is not put back
 
 
 class _Box:
@@ -584,8 +581,7 @@ HANDLES: Final = (torch.Stream, torch.Event, torch.Generator, PurePath, range, s
 """Other types of objects without weights, which are not inspected."""
 
 
-DEEP: Final = 3
-"""Depth to which nested objects are inspected."""
+DEEP: Final = 3  # depth to which nested objects are inspected
 
 
 def is_opaque(module: nn.Module, visible: Container[int]) -> bool:

@@ -23,14 +23,12 @@ logger = logging.getLogger(__name__)
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which an engine may cast a table when it first runs."""
 
-KV: Final = "kv_cache"
-"""Part of the names of KV caches, which are not tables."""
+KV: Final = "kv_cache"  # part of the names of KV caches, which are not tables
 
 ADAPTER: Final = "LoRA"
 """Part of the names of classes that wrap layers with the adapters of requests."""
 
-_TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
-"""Attributes of every module."""
+_TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}  # attributes of every module
 
 _loaded: "WeakKeyDictionary[nn.Module, LoadedState | str]" = WeakKeyDictionary()
 """What each model held when loaded, or why it could not be recorded."""

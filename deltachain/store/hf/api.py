@@ -124,11 +124,13 @@ class BucketLocation:
 class Hub:
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
+            import hf_xet  # noqa: PLC0415 - an extra
             import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
         except ImportError as exc:
             raise errors.ConfigError(
                 "hf:// stores need huggingface_hub and hf-xet", hint="pip install 'deltachain[hf]'"
             ) from exc
+        self.xet: Any = hf_xet
         self.place = place
         self.deadline_s = deadline_s
         self.calls: Final = Calls(place.url, PAUSES)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
-from deltachain.errors import ConfigError, MalformedError, StoreUnavailableError
+from deltachain.errors import MalformedError, StoreUnavailableError
 from deltachain.retry import Deadline
 from deltachain.store import base
 from deltachain.store.calls import within
@@ -54,14 +54,7 @@ class _Access:
 
 class Xet:
     def __init__(self, hub: Hub) -> None:
-        try:
-            import hf_xet  # noqa: PLC0415 - an extra
-        except ImportError as exc:
-            raise ConfigError(
-                "hf:// stores need huggingface_hub and hf-xet", hint="pip install 'deltachain[hf]'"
-            ) from exc
-        self._lib: Any = hf_xet
-        self._hub = hub
+        self._hub, self._lib = hub, hub.xet
         self._url = hub.place.url
         self._locks = {"read": threading.Lock(), "write": threading.Lock()}
         self._held: dict[_Kind, _Access] = {}

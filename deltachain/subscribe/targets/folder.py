@@ -162,7 +162,12 @@ class FolderLock:
         self._made = False
 
     def take(self) -> None:
-        self._refuse_file()
+        folder = self._folder
+        nearest = next((one for one in (folder, *folder.parents) if one.exists()), None)
+        if nearest is not None and not nearest.is_dir():
+            raise errors.ConfigError(
+                f"{nearest} is not a folder", hint="name a new folder, or one that this chain fills"
+            )
         while not self._is_held():
             self._try()
 
@@ -183,14 +188,6 @@ class FolderLock:
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._descriptor), self._file.stat())
         return False
-
-    def _refuse_file(self) -> None:
-        folder = self._folder
-        nearest = next((one for one in (folder, *folder.parents) if one.exists()), None)
-        if nearest is not None and not nearest.is_dir():
-            raise errors.ConfigError(
-                f"{nearest} is not a folder", hint="name a new folder, or one that this chain fills"
-            )
 
     def _try(self) -> None:
         """Lock the file; a process that closes an empty folder may remove it meanwhile."""
@@ -546,7 +543,11 @@ class FolderTarget(PatchedTarget):
             self._live = {}
             return
         for file in checkpoint.paths:
-            _unshare(file)
+            if _is_shared(file):
+                check_room(file.parent, file.stat().st_size)
+                with checkpoints.creating(file) as copy:
+                    shutil.copyfile(file, copy)
+                    shutil.copymode(file, copy)
             fill_holes(file)  # on an in-memory file system, even reading a hole takes space
         live = {}
         for name, spec in self._specs.items():
@@ -568,16 +569,8 @@ class FolderTarget(PatchedTarget):
 
 
 def _is_shared(file: Path) -> bool:
+    """Return whether backups by hard links (``cp -al``) or caches by symbolic links have a file."""
     return file.is_symlink() or file.stat().st_nlink > 1
-
-
-def _unshare(file: Path) -> None:
-    """Copy a file that backups by hard links (``cp -al``) or caches by symbolic links share."""
-    if _is_shared(file):
-        check_room(file.parent, file.stat().st_size)
-        with checkpoints.creating(file) as copy:
-            shutil.copyfile(file, copy)
-            shutil.copymode(file, copy)
 
 
 @contextmanager
