@@ -218,7 +218,7 @@ MIXED: Final[dict[str, tuple[Dtypes, list[Dtypes]]]] = {
     "bf16 to fp32": ((BF16, BF16), [(F32, F32)] * 2),
     "fp32 to bf16": ((F32, F32), [(BF16, BF16)] * 2),
     "mixed": ((BF16, F32), [(F32, BF16)] * 2),
-    "each its own": ((BF16, F32), [(BF16, BF16), (F32, F32)]),
+    "different dtypes": ((BF16, F32), [(BF16, BF16), (F32, F32)]),
 }
 
 

@@ -32,7 +32,7 @@ from .findings import (
     links_of,
     some_of_each,
 )
-from .load_sets import crossing, separating, sets_of_kinds
+from .load_sets import LOADS, UnitChanges, crossing, separating, sets_of_kinds
 from .loaded_checkpoint import flipped_bit
 from .model_state import (
     METHODS,
@@ -47,7 +47,6 @@ from .model_state import (
     scope_of,
 )
 from .module_members import Members, may_hide_tensors
-from .unit_changes import LOADS, UnitChanges
 
 MANY: Final = 16
 """Number of tensors of a group up to which a reload gives other bits to one of them at a time."""
