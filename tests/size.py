@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(58_445, 262, 0.09),
-    "tests": Size(88_445, 406, 1.0),
+    "wheel": Size(58_460, 262, 0.09),
+    "tests": Size(88_460, 406, 1.0),
 }
 
 

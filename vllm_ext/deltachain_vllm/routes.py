@@ -160,6 +160,7 @@ class EndpointPlugin:
             pass_on(self._app, [*passed, *WRAPPED], await first_front_end())
             return
         loop = asyncio.get_running_loop()
+        is_open = getattr(args, "host", None) in control_server.LOOPBACK
         servers = None
         if follows and shares_experts(getattr(engine_client, "vllm_config", None)):
             from .servers import meet
@@ -170,14 +171,14 @@ class EndpointPlugin:
 
             settings = ReplicaSettings.of(os.environ)
             await servers.obey(_engine(engine_client, loop, settings)[0])
-            pass_on(self._app, [*passed, "/update_weights"], servers.leader())
+            pass_on(self._app, [*passed, "/update_weights"], servers.leader(is_open=is_open))
         else:
             keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
             has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
             state.deltachain = await control_server.lead(
                 lambda settings: _engine(engine_client, loop, settings, servers),
                 os.environ,
-                is_open=getattr(args, "host", None) in control_server.LOOPBACK,
+                is_open=is_open,
                 is_guarded=has_key,
                 address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
             )

@@ -72,12 +72,19 @@ class Post:
 
     def _reply(self, server: int, key: str) -> bytes:
         start = heard = time.monotonic()
-        beats, limit_s = 0, START_S
+        beats, limit_s, told = 0, START_S, False
         with _reaching(server):
             while not self._store.check([key]):
                 now, found = time.monotonic(), self._store.add(_key(server, "beats"), 0)
                 if found > beats:
                     beats, heard, limit_s = found, now, SILENT_S
+                if not (beats or told) and now - start > SILENT_S:
+                    told = True
+                    logger.warning(
+                        "waiting for server %d of the engines that share experts: it follows "
+                        "nothing yet, or was started without DELTACHAIN_URL",
+                        server,
+                    )
                 if now - heard > limit_s:
                     raise TimeoutError(f"no sign of life for {limit_s:.0f} s")
                 time.sleep(min(max(POLL_SHARE * (now - start), POLL_S[0]), POLL_S[1]))
@@ -155,7 +162,7 @@ class Servers:
     async def obey(self, engine: Any) -> None:
         """Let the leader call this engine, which ends with its own; wait until it leads."""
         self.post.answer(self.number, partial(_called, engine), engine.end)
-        await self.leader().get("/ping")  # any answer will do
+        await self.leader(is_open=True).get("/ping")  # any answer will do
 
     def answer(self, app: FastAPI, loop: asyncio.AbstractEventLoop) -> None:
         """Answer what other servers pass on, with the whole app of this one."""
@@ -168,9 +175,14 @@ class Servers:
 
         self.post.answer(0, answered, lambda: None)
 
-    def leader(self) -> httpx.AsyncClient:
-        """Return a client of the server that leads."""
-        return httpx.AsyncClient(transport=_ToLeader(self.post), base_url="http://leader")
+    def leader(self, *, is_open: bool) -> httpx.AsyncClient:
+        """Return a client of the server that leads.
+
+        ``is_open`` says that this server listens on the loopback interface alone. Without it, no
+        request passed on has the name of that interface as its host, for which no token is asked.
+        """
+        transport = _ToLeader(self.post, keeps_host=is_open)
+        return httpx.AsyncClient(transport=transport, base_url="http://leader")
 
 
 async def meet(client: Any) -> Servers:
@@ -294,10 +306,12 @@ async def _answered(app: FastAPI, message: bytes) -> tuple[int, str, str]:
 
 
 class _ToLeader(httpx.AsyncBaseTransport):
-    def __init__(self, post: Post) -> None:
-        self._post = post
+    def __init__(self, post: Post, *, keeps_host: bool) -> None:
+        self._post, self._keeps_host = post, keeps_host
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._keeps_host:
+            request.headers["host"] = "another-server"
         headers = [tuple(one.decode("latin-1") for one in pair) for pair in request.headers.raw]
         url, body = request.url.raw_path.decode(), (await request.aread()).decode("latin-1")
         message = request.method, url, headers, body

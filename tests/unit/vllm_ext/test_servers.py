@@ -159,7 +159,9 @@ def test_an_engine_ends_with_the_one_that_leads(pair: Pair) -> None:
         time.sleep(0.01)
 
 
-def test_what_other_servers_are_asked_is_passed_on(pair: Pair) -> None:
+@pytest.mark.parametrize(("is_open", "host"), [(True, "localhost"), (False, "another-server")])
+def test_what_other_servers_are_asked_is_passed_on(pair: Pair, *, is_open: bool, host: str) -> None:
+    """As from the loopback interface, where no token is asked, by a server there alone."""
     leading, other = FastAPI(), FastAPI()
 
     @leading.post("/v1/deltachain/update", status_code=409)
@@ -167,15 +169,26 @@ def test_what_other_servers_are_asked_is_passed_on(pair: Pair) -> None:
         return {"body": (await request.body()).decode(), "host": request.headers["host"]}
 
     async def run() -> httpx.Response:
-        pass_on(other, ["/v1/deltachain/{rest:path}"], pair.second.leader())
+        pass_on(other, ["/v1/deltachain/{rest:path}"], pair.second.leader(is_open=is_open))
         asked = asyncio.create_task(pair.second.obey(pair.engines[1]))
         await asyncio.sleep(0.2)
         assert not asked.done(), "it waits for a leader"
         pair.first.answer(leading, asyncio.get_running_loop())
         await asked
         transport = httpx.ASGITransport(app=other)
-        async with httpx.AsyncClient(transport=transport, base_url="http://second") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/deltachain/update?a=1", content=b'{"version": 7}')
 
     found = asyncio.run(run())
-    assert (found.status_code, found.json()) == (409, {"body": '{"version": 7}', "host": "second"})
+    assert (found.status_code, found.json()) == (409, {"body": '{"version": 7}', "host": host})
+
+
+def test_a_server_that_never_follows_is_told_of(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    send = pair.first.post.send(2, "resume", "")
+    monkeypatch.setattr(module, "SILENT_S", 0.3)
+    monkeypatch.setattr(module, "START_S", 1.0)
+    with pytest.raises(ApplyError, match=r"server 2 .* no sign of life for 1 s"):
+        send()
+    assert caplog.text.count("waiting for server 2 of the engines") == 1
