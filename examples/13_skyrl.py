@@ -69,9 +69,7 @@ class Policy(PolicyWorkerBase):
 def configured() -> SkyRLTrainConfig:
     """Make the configuration, as of SkyRL's command line."""
     inference = {
-        "run_engines_locally": False,
         "external_proxy_url": SERVER,
-        "external_server_urls": [SERVER],
         "served_model_name": SERVED,
         "weight_sync_backend": "delta",
         "delta_weight_sync.sync_dir": URL,
