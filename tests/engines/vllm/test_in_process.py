@@ -135,7 +135,7 @@ def test_an_asynchronous_engine_follows_while_it_generates(tmp_path: Path) -> No
 
 def test_options_that_no_leader_can_follow_end_a_server_with_2(tmp_path: Path) -> None:
     """Though vLLM starts further processes, and ends with 1 where one of them fails."""
-    options = ("--data-parallel-size", "2", "--data-parallel-rank", "0")
+    options = ("--load-format", "dummy")
     base, url = make("qwen3_moe", tmp_path / "base"), (tmp_path / "chain").as_uri()
     push(open_store(url), base, PublishConfig(url=url))
     done = run_program(
@@ -148,5 +148,5 @@ def test_options_that_no_leader_can_follow_end_a_server_with_2(tmp_path: Path) -
     )
     said = done.stdout + done.stderr
     assert done.returncode == 2, said[-4000:]
-    assert options[2] in said
+    assert " ".join(options) in said
     assert "Traceback" not in said
