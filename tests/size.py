@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(58_460, 262, 0.09),
+    "wheel": Size(58_470, 262, 0.09),
     "tests": Size(88_460, 406, 1.0),
 }
 

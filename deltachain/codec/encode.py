@@ -285,10 +285,15 @@ def _frames(
 ) -> Iterator[StoredFrame]:
     """Yield the frames of all streams in order; make a few ahead if that pays."""
     wanted = ((stream, number) for stream in streams for number in range(len(stream.sizes)))
-    make = lambda one: one[0].frame(one[1], compress=compress)  # noqa: E731
+    make = partial(_frame, compress=compress)
     if sum(stream.nbytes for stream in streams) < SMALL:
         return map(make, wanted)
     return pool.ordered(make, wanted, ahead=2 * cores())
+
+
+def _frame(wanted: tuple[StreamContent, int], *, compress: bool) -> StoredFrame:
+    stream, number = wanted
+    return stream.frame(number, compress=compress)
 
 
 def _largest_row(stream: StreamContent) -> d.StreamRow:

@@ -53,12 +53,7 @@ def shards(bridge: Any, models: Sequence[nn.Module]) -> MovedExport:  # noqa: AN
 
     def live() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in _named(chunks):
-            count = _place(bridge, name, tensor)[1]
-            shape = (count, *tensor.shape) if count > 1 else tensor.shape
-            # Parts of rows are joined: the rows of checkpoint tensors may alternate across them.
-            if getattr(tensor, "partition_dim", None) == 0:
-                shape = (count * tensor.shape[0], *tensor.shape[1:])
-            whole = torch.empty(shape, device="meta")
+            whole = _whole(bridge, name, tensor)
             if not name.endswith(_VOCABULARY):
                 yield name, _shard(bridge, name, tensor, whole)
                 continue
@@ -131,6 +126,18 @@ def _place(bridge: Any, name: str, tensor: Tensor) -> tuple[int, int]:  # noqa: 
         return mpu.etp_rank, mpu.etp_size
     is_divided = getattr(tensor, "tensor_model_parallel", False)
     return (mpu.tp_rank, mpu.tp_size) if is_divided else (0, 1)
+
+
+def _whole(bridge: Any, name: str, tensor: Tensor) -> Tensor:  # noqa: ANN401
+    """Return all parts of a weight, one after another, without data.
+
+    Parts of rows are joined: the rows of several checkpoint tensors may alternate across them.
+    """
+    count = _place(bridge, name, tensor)[1]
+    shape = (count, *tensor.shape) if count > 1 else tensor.shape
+    if getattr(tensor, "partition_dim", None) == 0:
+        shape = (count * tensor.shape[0], *tensor.shape[1:])
+    return torch.empty(shape, device="meta")
 
 
 def _shard(bridge: Any, name: str, tensor: Tensor, whole: Tensor) -> Tensor:  # noqa: ANN401

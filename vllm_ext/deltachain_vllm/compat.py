@@ -44,14 +44,14 @@ def check_layout(config: Any, *, in_process: bool = False) -> None:
 
 
 def shares_experts(config: Any) -> bool:
-    """Return whether engines of other servers step together with those of this one."""
+    """Return whether this server and others have engines that share experts and step together."""
     parallel: Any = getattr(config, "parallel_config", None)
     apart = getattr(parallel, "local_engines_only", False)
     return bool(apart and parallel.data_parallel_size > 1 and config.model_config.is_moe)
 
 
 def rank_of(parallel: Any, rank: int) -> int:
-    """Return the number of a worker among those of all engines that its leader calls.
+    """Return the number of a worker among the workers of all engines that its leader calls.
 
     Args:
         parallel: vLLM's configuration of its engine, which has one engine if they share nothing.

@@ -301,7 +301,7 @@ class ModelForm:
 
 
 def sharing(live: Sequence[tuple[str, Tensor]], frozen: Collection[str]) -> frozenset[str]:
-    """Return those of ``frozen`` tensors of whose memory a compared tensor has a part."""
+    """Return the ``frozen`` tensors that share memory with a compared tensor."""
     if not frozen:
         return frozenset()
     first = {id(tensor): (name, tensor) for name, tensor in reversed(live)}  # not further names
@@ -309,7 +309,7 @@ def sharing(live: Sequence[tuple[str, Tensor]], frozen: Collection[str]) -> froz
 
 
 def overlapping(memory: Mapping[str, MemoryRange], frozen: Collection[str]) -> frozenset[str]:
-    """Return those of ``frozen`` names whose memory meets that of another name."""
+    """Return the ``frozen`` names whose memory overlaps the memory of a compared name."""
     found: set[str] = set()
     still: list[tuple[MemoryRange, str]] = []  # frozen ones that may reach the next tensor
     written = MemoryRange("", 0, 0)  # the compared one that reaches furthest

@@ -63,7 +63,7 @@ def sets_of_kinds(names: Iterable[str]) -> list[list[list[str]]]:
 
 
 class UnitChanges:
-    """The loads after which units of layers differ from those of when this was made.
+    """The loads after which units of layers differ from their first state, taken when this is made.
 
     Units are of tensors, of numbers and, as ``layer()``, of outputs.
     """

@@ -150,7 +150,7 @@ class Trial:
     def each(self, groups: Sequence[LoadGroup], *, at_once: bool = True) -> Outcome:
         """Try tensors alone; groups without common layers together, unless anything fails.
 
-        Unless ``at_once``, together are those of one kind.
+        Without ``at_once``, only groups of one kind are tried together.
         """
         known = [group for group in groups if group.layers]
         left = [group for group in groups if not group.layers]
