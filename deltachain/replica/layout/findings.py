@@ -124,7 +124,7 @@ def _with_sharers(state: ModelState, name: str, layers: frozenset[str]) -> froze
     """
     found, shape = set(layers), state.source.specs[name].shape
     for layer in layers:
-        held = [t for n, t in state.tensors.items() if state.owner[n] == layer]
+        held = state.held.get(layer, [])
         if len(held) == 1 and (len(shape) < 2 or held[0].numel() > max(shape)):
             found |= state.memory.overlapping(held[0])
     return frozenset(found)

@@ -17,14 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deltachain.replica.layout.classes import join_sets
 from deltachain.replica.placements import Placement
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
-from .module_members import Members, Provenance, overlap, storage_id, tensors_in
+from .module_members import (
+    Members,
+    MemoryIndex,
+    Provenance,
+    storage_id,
+    tensors_among,
+    tensors_in,
+)
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's own loader of ``(checkpoint name, full tensor)`` pairs."""
@@ -140,9 +146,9 @@ class _Run(TorchDispatchMode):
             self.raised.update(self.reasons if len(self.meta) == 1 else ())
         finally:
             members.put_back()
+        filled = MemoryIndex(("", fill) for fill in self.fills)
         for name, place in self.found:
-            near = (f for f in self.fills if storage_id(f) == storage_id(place.live))
-            if any(overlap(fill, place.live) for fill in near):
+            if filled.overlapping(place.live):
                 self._fail(name, "its place is also filled with a constant")
         return self
 
@@ -220,10 +226,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:  # noqa: ANN401
     schema = func._schema.arguments
     bound = [*zip(schema, args, strict=False)]
     bound += [(arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs]
-    leaves = [
-        leaf
+    return [
+        tensor
         for arg, value in bound
         if arg.alias_info is not None and arg.alias_info.is_write
-        for leaf in tree_leaves(value)
+        for tensor in tensors_among(value)
     ]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

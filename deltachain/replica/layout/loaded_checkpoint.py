@@ -205,10 +205,10 @@ class LoadedCheckpoint:
         self.checkpoint = checkpoint
         self.specs = specs
         self.owner = {**{name: name for name in specs}, **aliases}
-        self.names = {
-            name: [n for n, of in self.owner.items() if of == name and n in checkpoint.specs]
-            for name in specs
-        }
+        self.names: dict[str, list[str]] = {name: [] for name in specs}
+        for here, name in self.owner.items():
+            if here in checkpoint.specs and name in specs:
+                self.names[name].append(here)
         self.loaded: dict[str, TensorSpec] = {}
         for name, spec in specs.items():
             for here in self.names[name]:

@@ -6,11 +6,13 @@ by the weight, by a packed copy of it, or by another form of it made after loadi
 
 import dis
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -224,13 +226,20 @@ def load_with(
         members.settle()
 
 
-def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
-    """Return the modules of some layers; all modules if no layer is given."""
-    return [
-        module
-        for name, module in model.modules().items()
-        if not layers or any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-    ]
+def modules_in(
+    modules: Mapping[str, nn.Module], layers: Iterable[str]
+) -> dict[str, list[nn.Module]]:
+    """Return the modules of each layer."""
+    found: dict[str, list[nn.Module]] = {layer: [] for layer in layers}
+    for name, module in modules.items():
+        layer = name
+        while True:
+            if layer in found:
+                found[layer].append(module)
+            layer = layer.rpartition(".")[0]
+            if not layer:
+                break
+    return found
 
 
 class ModelState:
@@ -252,6 +261,9 @@ class ModelState:
         self.bits = saved.bits if saved else Fingerprints(self.tensors)
         self.modules = model.modules()
         self.owner = {name: layer_of(name, self.modules) for name in self.tensors}
+        self.held: dict[str, list[Tensor]] = defaultdict(list)
+        for name, one in self.tensors.items():
+            self.held[self.owner[name]].append(one)
         self.memory = MemoryIndex((self.owner[name], one) for name, one in self.tensors.items())
         self._members = saved.members if saved else Members(())
         self.numbers = dict(_numbers(self.modules))
@@ -311,7 +323,9 @@ class ModelState:
                 self.loadable |= layers
 
     def _release(self, layers: frozenset[str], load: Callable[[], object]) -> None:
-        self._members.release(modules_in(self.model, layers))
+        modules = self.model.modules()
+        of_layers = chain.from_iterable(modules_in(modules, layers).values())
+        self._members.release(of_layers if layers else modules.values())
         self._loads.append((layers, load))
         self._stale -= layers
 
@@ -322,8 +336,8 @@ class ModelState:
         visible = {storage_id(tensor) for tensor in self.tensors.values()}
         return frozenset(
             layer
-            for layer in hidden
-            if any(is_opaque(module, visible) for module in modules_in(self.model, {layer}))
+            for layer, modules in modules_in(self.model.modules(), hidden).items()
+            if any(is_opaque(module, visible) for module in modules)
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:

@@ -25,7 +25,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.format.keys import DigestKey
@@ -53,20 +52,28 @@ class Provenance:
     def sources(self, values: Any) -> frozenset[str]:
         """Return the checkpoint tensors that some values are, view, or were computed from."""
         found: frozenset[str] = frozenset()
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                storage = storage_id(leaf)
-                found |= self._made.get(storage, frozenset())
-                if storage in self._owner:
-                    found |= {self._owner[storage]}
+        for tensor in tensors_among(values):
+            storage = storage_id(tensor)
+            found |= self._made.get(storage, frozenset())
+            if storage in self._owner:
+                found |= {self._owner[storage]}
         return found
 
     def made(self, values: Any, sources: frozenset[str]) -> None:
-        for tensor in tree_leaves(values) if sources else ():
-            if isinstance(tensor, Tensor) and storage_id(tensor) not in self._owner:
-                storage = storage_id(tensor)
+        for tensor in tensors_among(values) if sources else ():
+            storage = storage_id(tensor)
+            if storage not in self._owner:
                 self._made[storage] = self._made.get(storage, frozenset()) | sources
                 self._kept.append(tensor)  # otherwise another tensor might reuse its storage
+
+
+def tensors_among(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results of an operation, and in containers of these."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from tensors_among(value)
 
 
 def storage_id(tensor: Tensor) -> int:

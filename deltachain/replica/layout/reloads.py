@@ -584,8 +584,8 @@ def find_untestable(state: ModelState, findings: Findings) -> Findings:
             hint="set linear and MoE backends that keep weights in tensors",
         )
     names = [name for name in links if links[name] & doubtful]
-    scope = state.memory.tied(all_layers(links, names))
-    untestable = _opaque_after_reload(state, names, scope, doubtful)
+    groups = [group_of(state, links, one) for one in components(names, links, findings.joined)]
+    untestable = _opaque_after_reload(state, findings, groups, doubtful)
     reasons = {
         name: f"the weights that {min(links[name] & untestable)} computes with cannot be inspected"
         for name in names
@@ -595,18 +595,34 @@ def find_untestable(state: ModelState, findings: Findings) -> Findings:
 
 
 def _opaque_after_reload(
-    state: ModelState, names: Sequence[str], scope: frozenset[str], doubtful: frozenset[str]
+    state: ModelState,
+    findings: Findings,
+    groups: Sequence[LoadGroup],
+    doubtful: frozenset[str],
 ) -> frozenset[str]:
-    found: set[str] = set()
+    """Reload two groups of each kind; return the doubtful layers of kinds that hide weights."""
+    tried = some_of_each(state, findings, groups, 2)
+    names, scope = [name for group in tried for name in group.names], scope_of(tried)
+    opaque: set[str] = set()
     processed: set[str] = set()
     for method in RELOADS:
-        members = {layer: Members(modules_in(state.model, {layer})) for layer in doubtful}
+        modules = modules_in(state.model.modules(), scope & doubtful)
+        members = {layer: Members(mine) for layer, mine in modules.items()}
         with suppress(Exception):
             state.load(method, names, layers=scope)
-            processed |= doubtful
-            found |= {n for n, one in members.items() if any(map(may_hide_tensors, one.replaced()))}
+            processed |= scope
+            opaque |= {
+                layer
+                for layer, one in members.items()
+                if any(map(may_hide_tensors, one.replaced()))
+            }
         state.put_back()
-    return frozenset(found | (doubtful - processed))
+    found = frozenset[str]()
+    for alike in kinds_of(state, findings, groups).values():
+        mine = scope_of([group for group in alike if group in tried])
+        if mine & opaque or mine - processed:
+            found |= scope_of(alike)
+    return found & doubtful
 
 
 def try_loading(state: ModelState, findings: Findings) -> Findings:
