@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, reduce
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import comb
 from operator import or_
 from typing import Any, Final
@@ -601,7 +601,9 @@ def _opaque_after_reload(
     doubtful: frozenset[str],
 ) -> frozenset[str]:
     """Reload two groups of each kind; return the doubtful layers of kinds that hide weights."""
-    tried = some_of_each(state, findings, groups, 2)
+    kinds = list(kinds_of(state, findings, groups).values())
+    drawn = [random.SystemRandom().sample(alike, min(2, len(alike))) for alike in kinds]
+    tried = list(chain.from_iterable(drawn))
     names, scope = [name for group in tried for name in group.names], scope_of(tried)
     opaque: set[str] = set()
     processed: set[str] = set()
@@ -611,18 +613,15 @@ def _opaque_after_reload(
         with suppress(Exception):
             state.load(method, names, layers=scope)
             processed |= scope
-            opaque |= {
-                layer
-                for layer, one in members.items()
-                if any(map(may_hide_tensors, one.replaced()))
-            }
+            for layer, one in members.items():
+                opaque |= {layer} if any(map(may_hide_tensors, one.replaced())) else set()
         state.put_back()
-    found = frozenset[str]()
-    for alike in kinds_of(state, findings, groups).values():
-        mine = scope_of([group for group in alike if group in tried])
-        if mine & opaque or mine - processed:
-            found |= scope_of(alike)
-    return found & doubtful
+    hidden = [
+        scope_of(alike)
+        for alike, some in zip(kinds, drawn, strict=True)
+        if scope_of(some) & opaque or scope_of(some) - processed
+    ]
+    return frozenset().union(*hidden) & doubtful
 
 
 def try_loading(state: ModelState, findings: Findings) -> Findings:

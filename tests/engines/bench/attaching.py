@@ -14,7 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final, NamedTuple
@@ -41,8 +42,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of models, by parameters")
     parser.add_argument("--versions", type=int, default=VERSIONS, help="to follow, 1 % each")
+    parser.add_argument("--plain", action="store_true", help="pack nothing, as on an accelerator")
     asked = parser.parse_args()
-    found = {size: _measure(size, asked.versions) for size in asked.sizes.split(",")}
+    found = {size: _measure(size, asked.versions, asked.plain) for size in asked.sizes.split(",")}
     if asked.json:
         sys.stdout.write(json.dumps({n: [o._asdict() for o in ones] for n, ones in found.items()}))
         return 0
@@ -57,30 +59,36 @@ def main() -> int:
     return 0
 
 
-def _measure(size: str, versions: int) -> list[Attached]:
+def _measure(size: str, versions: int, plain: bool) -> list[Attached]:
     from tests.engines.bench.chains import draw
 
     with tempfile.TemporaryDirectory() as scratch:
         drawn = _alone(draw, size, Path(scratch), [DENSITY] * versions)
-        return [_alone(attach, drawn, Path(scratch) / "spool", versions) for _ in range(2)]
+        return [_alone(attach, drawn, Path(scratch) / "spool", versions, plain) for _ in range(2)]
 
 
-def attach(drawn: Drawn, spool: Path, versions: int) -> Attached:
+def attach(drawn: Drawn, spool: Path, versions: int, plain: bool) -> Attached:
     os.dup2(2, 1)  # vLLM's lines are no results
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DELTACHAIN_SPOOL": str(spool)}
     os.environ.update({**ENVIRONMENT, **own})
     import vllm  # noqa: F401 - this import is no part of the load
 
     from tests.engines.vllm.bench_engine import loaded
+    from tests.engines.vllm.fresh import unpacked_experts
 
+    with unpacked_experts() if plain else nullcontext():
+        return _attached(partial(loaded, drawn, plain=plain), drawn.url, versions)
+
+
+def _attached(loaded: Callable[[], Any], url: str, versions: int) -> Attached:
     start = time.perf_counter()
-    llm = loaded(drawn, plain=False)
+    llm = loaded()
     load = time.perf_counter() - start
     import deltachain_vllm
 
     before, start = _anonymous_gib(), time.perf_counter()
     with _peak() as peak:
-        subscriber = deltachain_vllm.subscribe(llm, drawn.url)
+        subscriber = deltachain_vllm.subscribe(llm, url)
         subscriber.open()
         took = time.perf_counter() - start
     after = _anonymous_gib()
