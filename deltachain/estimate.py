@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from deltachain.chain.ancestry import SPANS
+from deltachain.chain.anchor_rule import ANCHOR_FACTOR, MOST_VERSIONS
 from deltachain.chain.fetch import MOST_HELD
-from deltachain.chain.plan import ANCHOR_FACTOR, MOST_VERSIONS
 from deltachain.chain.upload import PARTS_ON_THE_WAY, SMALL_PART_NBYTES, anchor_part_nbytes
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig

@@ -1,8 +1,7 @@
-"""The server of a replica: its start, who may ask it, and how much at once."""
+"""The server of a replica: its start, and how much is asked of it at once."""
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -27,35 +26,8 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.threads import apart
 from deltachain.tokens import Tokens
 
-from .schemas import TOKEN_HEADER, VersionRequest
-
-LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
-"""Names of the loopback interface, in lower case."""
-
-_HOST: Final = re.compile(
-    r"(?:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
-    r"(?::[0-9]{1,5})?"
-)
-"""Valid ``Host`` header: a name or an address, and a port."""
-
-
-def host_of(request: Request) -> str:
-    """Return the host of a request; 400 for a header that proxies interpret differently."""
-    given = request.headers.getlist("host")
-    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
-    if match is None:
-        raise HTTPException(400, "the Host header names no host")
-    return (match["name"] or match["ipv6"]).lower()
-
-
-def is_page(request: Request) -> bool:
-    """Return whether a web page sent the request, as opposed to a user typing the address.
-
-    Browsers send no ``Origin`` with embedded resources, but ``Sec-Fetch-Site``.
-    """
-    site = request.headers.get("sec-fetch-site", "none")
-    return "origin" in request.headers or site != "none"
-
+from .access import Access
+from .schemas import VersionRequest
 
 BODY_S: Final = 10.0  # seconds in which a request body must arrive
 LARGEST: Final = 4096  # size limit of a request body, in bytes
@@ -64,18 +36,14 @@ LOOK_S: Final = 0.5  # seconds between two checks for a disconnected client
 RequestKind: TypeAlias = Literal["update", "rollback", "quick"]
 
 _SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
-"""For OpenAPI only: :meth:`Control.authorise` compares the token."""
+"""For OpenAPI only: :meth:`Access.check` compares the token."""
 
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 
 
 class Control:
-    """The leader behind the routes, and their authorization.
-
-    ``is_open`` says that the server listens on the loopback interface alone, ``is_guarded`` that
-    the engine checks an API key of its own before these routes.
-    """
+    """The leader behind the routes, and who may call them."""
 
     def __init__(
         self,
@@ -90,9 +58,7 @@ class Control:
         self.leader = leader
         self.presence = presence
         self.refusal = refusal
-        self.is_guarded = is_guarded
-        self._tokens = Tokens(token)
-        self._is_open = is_open
+        self.access = Access(Tokens(token), is_open=is_open, is_guarded=is_guarded)
         self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
 
     def figures(self) -> Iterator[Figure]:
@@ -100,19 +66,6 @@ class Control:
             yield from self.leader.figures()
         if self.presence is not None:
             yield from self.presence.figures()
-
-    def authorise(self, request: Request) -> None:
-        host = host_of(request)
-        if self._tokens:
-            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-            given = request.headers.get(TOKEN_HEADER, bearer if scheme.lower() == "bearer" else "")
-            if not self._tokens.accepts(given):
-                raise HTTPException(401, "wrong or missing token")
-        elif not self.is_guarded:
-            if not self._is_open:
-                raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
-            if host not in LOOPBACK or is_page(request):  # any site's, through a user's browser
-                raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
 
     async def run(
         self, action: Callable[[Leader], _T], request: Request | None, kind: RequestKind = "quick"
@@ -177,7 +130,7 @@ def leading(app: FastAPI) -> Control | None:
 
 async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) -> Control:
     control = control_of(request)
-    control.authorise(request)
+    control.access.check(request)
     return control
 
 

@@ -10,9 +10,10 @@ from typing import Final
 
 from deltachain import errors
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
+from deltachain.chain.anchor_rule import Replay, anchor_due
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.manifests import read_hint
-from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
+from deltachain.chain.plan import Plan, make_plan
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.format.documents import EdgeSummary, dump
 from deltachain.maintain import added_edges

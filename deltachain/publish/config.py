@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from deltachain.chain.plan import ANCHOR_FACTOR
+from deltachain.chain.anchor_rule import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from deltachain import errors
+from deltachain.chain.anchor_rule import Replay, anchor_due
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetching, scratch
-from deltachain.chain.plan import Replay, anchor_due
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.checkpoint import ADAPTER_FILE, Checkpoint, weights_file

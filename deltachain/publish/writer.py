@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from deltachain import errors
 from deltachain.chain import identity
+from deltachain.chain.anchor_rule import Replay
 from deltachain.chain.chain import Chain, Committed, check_signing_key
 from deltachain.chain.fetch import fetching, scratch
 from deltachain.chain.manifests import read_hint
-from deltachain.chain.plan import KnownEdges, Replay, edge_id
+from deltachain.chain.plan import KnownEdges, edge_id
 from deltachain.chain.trust import Trust
 from deltachain.format import documents, keys
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table

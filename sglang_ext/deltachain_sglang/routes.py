@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from deltachain.control import server as control_server
+from deltachain.control.access import LOOPBACK
 from deltachain.control.routes import probes, router
 from deltachain.environment import is_strict, refused
 from deltachain.errors import DeltaChainError, UnsupportedEngineError
@@ -82,7 +83,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
                 lambda settings: _engine(loop, settings),
                 os.environ,
                 key=key,
-                is_open=host in control_server.LOOPBACK,
+                is_open=host in LOOPBACK,
                 is_guarded=bool(key),
                 address=f"{host}:{port}",
             )
@@ -122,8 +123,8 @@ async def on_update(
         return False, f"{named[:20]!r} is no version: {SCHEME}7, or {SCHEME} for the head", 0
     version = int(named) if named else None
     try:
-        if request is not None and not control.is_guarded:
-            control.authorise(request)  # SGLang's own route is open if the server has no key
+        if request is not None and not control.access.is_guarded:
+            control.access.check(request)  # SGLang's own route is open if the server has no key
         await control.run(lambda leader: leader.update(version), request, "update")
     except DeltaChainError as exc:
         return False, str(exc), 0

@@ -120,7 +120,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
 
 def _bound(listen: str, token: str | Path) -> socket.socket:
     """Bind the socket that the page is served at: others may connect to it with a token alone."""
-    from deltachain.control.server import LOOPBACK
+    from deltachain.control.access import LOOPBACK
     from deltachain.metrics import parse_address
 
     host, port = parse_address(listen)

@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.middleware.gzip import GZipMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from deltachain.control.server import LOOPBACK, host_of
+from deltachain.control.access import LOOPBACK, host_of
 from deltachain.tokens import Tokens
 from spaces.dashboard import documents
 from spaces.dashboard.watcher import LARGEST, Watcher

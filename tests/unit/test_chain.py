@@ -5,8 +5,9 @@ import msgspec
 import pytest
 
 from deltachain import errors
+from deltachain.chain.anchor_rule import MOST_VERSIONS, Replay, anchor_due
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.plan import MOST_VERSIONS, VERSIONS_LISTED, KnownEdges, Replay, anchor_due
+from deltachain.chain.plan import VERSIONS_LISTED, KnownEdges
 from deltachain.format import documents, keys
 from deltachain.store import MemoryStore
 from deltachain.types import StateDigest

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 
 from deltachain.control import routes as control_routes
 from deltachain.control import server as control_server
+from deltachain.control.access import LOOPBACK
 from deltachain.control.schemas import VersionRequest
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.leader import Leader
@@ -160,7 +161,7 @@ class EndpointPlugin:
             pass_on(self._app, [*passed, *WRAPPED], await first_front_end())
             return
         loop = asyncio.get_running_loop()
-        is_open = getattr(args, "host", None) in control_server.LOOPBACK
+        is_open = getattr(args, "host", None) in LOOPBACK
         servers = None
         if follows and shares_experts(getattr(engine_client, "vllm_config", None)):
             from .servers import meet

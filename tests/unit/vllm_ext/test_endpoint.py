@@ -423,8 +423,8 @@ def test_a_server_that_was_told_of_no_chain_starts() -> None:
 def test_an_empty_key_guards_nothing(key: object, is_guarded: bool) -> None:
     """vLLM drops empty keys; so does ``--api-key "$UNSET"``."""
     control = asyncio.run(_started({}, api_key=key, host="0.0.0.0"))  # noqa: S104
-    assert control.is_guarded is is_guarded
-    assert not control._is_open
+    assert control.access.is_guarded is is_guarded
+    assert not control.access.is_open
 
 
 def test_the_end_of_the_server_ends_its_presence() -> None:
