@@ -154,7 +154,7 @@ class Leader:
 
     def begin(self) -> Self:
         """Follow the chain, without a wait until it has caught up; an error is for ``status``."""
-        self._thread = _in_a_thread(self._follow, "deltachain-follow")
+        self._thread = in_a_thread(self._follow, "deltachain-follow")
         return self
 
     def end(self) -> None:
@@ -347,7 +347,7 @@ class Leader:
 
     def _watch_engine(self) -> None:
         if self._watching is None:
-            self._watching = _in_a_thread(self._watch, "deltachain-engine-watch")
+            self._watching = in_a_thread(self._watch, "deltachain-engine-watch")
 
     def _watch(self) -> None:
         try:
@@ -432,7 +432,7 @@ def _oldest(named: str, held: Version | None) -> Version | None:
     return min(age(named), held) if age(named) >= 0 else None
 
 
-def _in_a_thread(run: Callable[[], None], name: str) -> Thread:
+def in_a_thread(run: Callable[[], None], name: str) -> Thread:
     thread = Thread(target=run, name=name, daemon=True)
     if not started(thread):
         raise errors.ApplyError("no thread is left", hint="let this process have more (ulimit -u)")

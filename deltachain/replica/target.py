@@ -545,6 +545,5 @@ def error_of(refusal: wire.Refusal, *, version: int | None = None) -> errors.Del
 def raise_refusal(replies: Sequence[wire.RankReply], *, version: int | None = None) -> None:
     """Raise the error of the first refusal, if any; of a rank that must not serve before others."""
     refusals = [reply for reply in replies if isinstance(reply, wire.Refusal)]
-    found = [error_of(refusal, version=version) for refusal in refusals]
-    for error in sorted(found, key=lambda error: not isinstance(error, errors.EngineDamagedError)):
-        raise error
+    for refusal in _of(errors.EngineDamagedError, refusals) + refusals:
+        raise error_of(refusal, version=version)  # a variable would make a cycle, and keep a stage

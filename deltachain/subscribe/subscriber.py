@@ -595,7 +595,7 @@ class Subscriber(Closeable):
             nonlocal polls
             polls += 1
             is_due = polls >= LOOK_BACK or failures > 0
-            receipt, trouble = None, None
+            receipt, trouble = None, list[errors.DeltaChainError]()
             try:
                 receipt = _step(self, every_version=every_version)
                 around, is_sure = _look_back(self, is_due=is_due)
@@ -609,15 +609,15 @@ class Subscriber(Closeable):
                 self.watch.ended(exc)
                 raise
             except errors.DeltaChainError as exc:
-                trouble = exc  # raised after the receipt: its version was applied
+                trouble.append(exc)  # raised after the receipt: its version was applied
                 if isinstance(exc, NOT_BEGUN):
                     self.times.looked()
                 else:
                     self.trouble = exc
             if receipt is not None:
                 yield receipt
-            if trouble is not None:
-                raise trouble
+            if trouble:
+                raise trouble.pop()  # a variable would make a cycle, and keep what was staged
             return receipt is not None and receipt.lag_versions > 0  # later ones are known already
 
         return repeat(

@@ -27,6 +27,7 @@ from deltachain import errors
 from deltachain.control.server import aside
 from deltachain.replica import messages as wire
 from deltachain.replica.engine import age, run_on
+from deltachain.replica.leader import in_a_thread
 from deltachain.replica.target import POLL_S, POLL_SHARE, error_of
 from deltachain.threads import started
 
@@ -37,6 +38,7 @@ from .table import SHARED
 if TYPE_CHECKING:
     from .engine import VllmEngine
 
+NAME: Final = "deltachain-servers"  # of threads
 BEAT_S: Final = 1.0  # seconds between two signs of life of a server
 SILENT_S: Final = 30.0  # seconds without one after which a server is lost
 START_S: Final = 1800.0  # seconds until the first one: all engines are up, but may be proven first
@@ -106,7 +108,9 @@ class Post:
         def answer_all() -> None:
             for number in itertools.count(1):
                 key = _key(server, number)
-                _start(partial(answer, self._taken(key), key))
+                run = partial(_quietly, partial(answer, self._taken(key), key))
+                if not started(Thread(target=run, name=NAME, daemon=True)):
+                    run()
 
         def live() -> None:
             with suppress(RuntimeError):
@@ -116,21 +120,17 @@ class Post:
             logger.warning("the first of the engines that share experts is gone")
             gone()
 
-        _start(answer_all)
-        _start(live)
+        in_a_thread(partial(_quietly, answer_all), NAME)
+        in_a_thread(partial(_quietly, live), NAME)
 
 
 def _key(server: int, what: object = "") -> str:
     return f"deltachain/{server}/{what}"
 
 
-def _start(run: Callable[[], object]) -> None:
-    def quietly() -> None:
-        with suppress(RuntimeError):  # the store is gone
-            run()
-
-    if not started(Thread(target=quietly, name="deltachain-servers", daemon=True)):
-        raise errors.ApplyError("no thread is left", hint="let this process have more (ulimit -u)")
+def _quietly(run: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # the store is gone
+        run()
 
 
 @contextmanager
@@ -206,6 +206,7 @@ _METHODS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "call": lambda engine, text: map(wire.encode_reply, engine.call(wire.decode_request(text))),
     "pause": lambda engine, text: engine.pause(in_doubt=bool(text)),
     "resume": lambda engine, _: engine.resume(),
+    "is_paused": lambda engine, _: ["paused"] * engine.is_paused(),
     "oldest": lambda engine, _: [engine.oldest()],
     "name_version": lambda engine, text: engine.name_version(int(text)),
 }
@@ -254,7 +255,7 @@ class JointEngine:
         return self._own.is_dead()
 
     def is_paused(self) -> bool:
-        return self._own.is_paused()
+        return any(self._all("is_paused"))  # another client may have paused one of them alone
 
     def pause(self, *, in_doubt: bool = False) -> None:
         self._all("pause", "in doubt" if in_doubt else "")

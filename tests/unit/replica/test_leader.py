@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -201,6 +202,23 @@ def test_it_follows_and_says_what_goes_wrong(followed: Build) -> None:
         leader.notify()
         eventually(lambda: leader.status().version == 2 and not leader.status().trouble)
         assert here.holds(2)
+
+
+@pytest.mark.parametrize("at", ["poll", "swap"])
+def test_rounds_that_fail_keep_neither_spools_nor_staged_bits(
+    followed: Build, at: str, request: pytest.FixtureRequest
+) -> None:
+    """Until the next one, and without a collection of cycles, which an engine does rarely."""
+    here = followed(Sharding(tp=2))
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    with led(here, follow=True) as leader:
+        leader.start()
+        here.engine.faults.refuses[0, at] = errors.PartialApplyError("no")
+        here.publish(1)
+        eventually(lambda: leader.tally.failures > 7)
+        assert len(here.spools()) < 4
+        assert len(here.engine.services[1].rank.staged) < 5
 
 
 def test_a_replica_that_never_was_at_the_head_is_not_ready(followed: Build) -> None:

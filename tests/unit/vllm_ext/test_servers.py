@@ -16,6 +16,7 @@ from deltachain.replica import messages
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
+from deltachain.threads import apart
 from deltachain_vllm import servers as module
 from deltachain_vllm.front_ends import pass_on
 from deltachain_vllm.servers import Post, Servers
@@ -116,6 +117,27 @@ def test_the_first_server_swaps_the_engines_of_both(pair: Pair) -> None:
     assert pair.leader.target.oldest == "-1"
 
 
+def test_a_pause_of_one_server_by_another_client_is_told_and_kept(pair: Pair) -> None:
+    pair.leader.update(0)
+    pair.engines[1].paused = True
+    pair.leader.target.look()
+    assert pair.leader.status().reason == "paused by another client"
+    pair.leader.update()
+    assert pair.are("paused") == [True, True]
+    pair.leader.resume()
+    assert pair.are("paused") == [False, False]
+
+
+def test_a_server_that_starts_no_thread_answers_all_the_same(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "started", lambda _: False)
+    for _ in range(2):
+        found = apart(pair.first.post.send(1, "oldest", ""), "test")
+        assert found is not None
+        assert found.result(20) == b'[true,["0"]]'
+
+
 @pytest.mark.parametrize(("rank", "at"), [(0, "stage"), (1, "stage"), (0, "swap"), (1, "swap")])
 def test_if_one_server_refuses_none_moves(pair: Pair, rank: int, at: str) -> None:
     pair.leader.update(0)
@@ -141,7 +163,7 @@ def test_a_server_without_signs_of_life_ends_the_engine_that_leads(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.leader.update(0)
-    monkeypatch.setattr(module, "SILENT_S", 0.5)
+    monkeypatch.setattr(module, "SILENT_S", 2.0)
     pair.engines[1].silent = True
     monkeypatch.setattr(module, "BEAT_S", 3600.0)  # the next one comes never
     with pytest.raises(PoisonedError, match=r"rank 1: server 1 .* no sign of life"):
