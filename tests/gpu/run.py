@@ -3,8 +3,8 @@
 The kernels need only torch, numpy and a card: no pytest, no other package of ours. Snapshots and a
 rank need what deltachain is installed with, and are left out, saying so, where that is not there.
 
-To add checks, extend ``kernel_checks``; to add a benchmark, extend ``BENCHES``: a function of a torch
-device that yields figures by name.
+To add checks, extend ``kernel_checks``; to add a benchmark, extend ``BENCHES``: a function of a
+torch device that yields figures by name.
 """
 
 import json

@@ -53,7 +53,9 @@ def test_programs_compile_without_spills(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fused_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
-    said = run("contract.compiled_diff", str(arch), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    said = run(
+        "contract.compiled_diff", str(arch), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"
+    )
     lines = said.splitlines()
     assert len(lines) == 22
     for line in lines:
