@@ -254,7 +254,7 @@ class Operations(TorchDispatchMode):
     """Operations of torch that move bytes, and the bytes that they read and write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = self.nbytes = 0
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,10 +267,7 @@ class Operations(TorchDispatchMode):
         return made
 
 
-JOINING: Final = ("attach", "newcomer", "its pause")
-
-
-def joining(shape: ModelShape, divisor: int) -> Counts:
+def joining(shape: ModelShape, divisor: int) -> dict[str, Counts]:
     """Counts of an attach with its first anchor, and of a module that joins from nothing."""
     small, crossed, receive = shape.scaled(divisor), [0], torch_kernels.receive
     nbytes = 2 * small.numel
@@ -306,8 +303,7 @@ def joining(shape: ModelShape, divisor: int) -> Counts:
         ):
             stage, staged = since(subscriber.stage)
             swap, _ = since(lambda: subscriber.swap(staged))
-    rows = dict(zip(JOINING, (attach, stage, swap), strict=True))
-    return {f"{name}: {key}": one for name, row in rows.items() for key, one in row.items()}
+    return {"attach": attach, "newcomer": stage, "its pause": swap}
 
 
 def quantising(recipe: str) -> Counts:
@@ -338,30 +334,30 @@ def compiling() -> Counts:
     return said
 
 
-def version(shape: ModelShape, publish: Counts, stage: Counts, join: Counts) -> Counts:
+def version(
+    shape: ModelShape, publish: Counts, stage: Counts, join: Mapping[str, Counts]
+) -> Counts:
     """Seconds of a version, an attach and a newcomer, if work divides among the cores."""
     dense, nnz = 2 * shape.numel, DENSITY * shape.numel
-    encode = publish["Python after ms"] / 1e3 + 1e-9 * ENCODE_NS * nnz / CORES
-    staged = stage["host ms"] / 1e3 + nnz * (1e-9 * STAGE_NS + WIRE_NBYTES / PCIE)
-    staged += stage["launches"] * LAUNCH_S
-    again = join["its pause: crossed"]
     found = {
-        "blocks s": publish["blocks s"],
-        "encode s": encode,
-        "fetch s": nnz * WIRE_NBYTES / DISK,
-        "stage s": staged,
-        "swap s": SWAP_NS * nnz / 1e9 + LAUNCH_S,
+        "blocks": publish["blocks s"],
+        "encode": publish["Python after ms"] / 1e3 + 1e-9 * ENCODE_NS * nnz / CORES,
+        "fetch": nnz * WIRE_NBYTES / DISK,
+        "stage": stage["host ms"] / 1e3
+        + nnz * (1e-9 * STAGE_NS + WIRE_NBYTES / PCIE)
+        + stage["launches"] * LAUNCH_S,
+        "swap": 1e-9 * SWAP_NS * nnz + LAUNCH_S,
     }
-    busy = {n: join[f"{n}: launches"] * LAUNCH_S + join[f"{n}: Python ms"] / 1e3 for n in JOINING}
-    disk = ANCHOR * dense / DISK
+    busy = {n: one["launches"] * LAUNCH_S + one["Python ms"] / 1e3 for n, one in join.items()}
+    disk, pause = ANCHOR * dense / DISK, join["its pause"]
+    again = pause["crossed"] * (1 / CORES / INFLATE + 1 / PCIE)
     return {
         **found,
-        "step to served s": sum(found.values()),
-        "attach s": max(disk, dense / CORES / DEFLATE, dense / PCIE) + busy["attach"],
-        "newcomer s": max(disk, dense / CORES / INFLATE, dense / PCIE) + busy["newcomer"],
-        "its pause s": dense * (again / CORES / INFLATE + again / PCIE)
-        + dense * join["its pause: moved"] / MEMORY
-        + busy["its pause"],
+        "step to served": sum(found.values()),
+        "attach": max(disk, dense / CORES / DEFLATE) + busy["attach"],
+        "newcomer": max(disk, dense / CORES / INFLATE) + busy["newcomer"],
+        "its pause": dense * (again + pause["moved"] / MEMORY) + busy["its pause"],
+        "floor of both": max(disk, dense / PCIE),
     }
 
 
@@ -378,14 +374,13 @@ def run() -> Mapping[str, Any]:
         found["stage"][name] = staging_of(shape, divisor)
         say(f"stage {name}: {found['stage'][name]}")
     joining(MOE_18K, 1 << 20)  # compiles the host's kernels
-    found["join"], found["version"], found["codes"] = {}, {}, {}
+    found |= {"join": {}, "seconds of a version": {}, "codes": {}}
     for name, (shape, divisor) in SHAPES.items():
-        row = found["join"][name] = joining(shape, divisor)
-        say(f"join {name}: {row}")
-        for place in ("host", "device"):
-            key = f"{name}, {place}"
-            counts = found["publish"][key], found["stage"][name], row
-            found["version"][key] = version(shape, *counts)
+        rows = joining(shape, divisor)
+        found["join"] |= {f"{name}, {what}": row for what, row in rows.items()}
+        for key in (f"{name}, host", f"{name}, device"):
+            counts = found["publish"][key], found["stage"][name], rows
+            found["seconds of a version"][key] = version(shape, *counts)
     for recipe in ("fp8-block", "int8-row"):
         found["codes"][recipe] = quantising(recipe)
     found["compile"] = compiling()
@@ -398,7 +393,7 @@ CAVEAT: Final = "A calculation from counts: nothing of it ran on a card."
 def main(*, json_output: bool) -> int:
     result = run()
     tables = []
-    for title in ("publish", "stage", "join", "version", "codes"):
+    for title in ("publish", "stage", "join", "seconds of a version", "codes"):
         rows = result[title]
         columns = list(next(iter(rows.values())))
         table = report.grid(title, "", *columns)
