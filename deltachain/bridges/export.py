@@ -67,7 +67,7 @@ class HostCopy(PatchedTarget):
             return None
         return sum((state_of(self.specs[n], one) for n, one in self.live.items()), StateDigest())
 
-    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool | None) -> Iterator[Patch]:
         name = piece.spec.name
         delta = fetched.read(name, partial(self.bits, name))
         yield prepare(self.live[name], delta, base_too=base_too)

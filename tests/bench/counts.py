@@ -14,28 +14,50 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from deltachain.kernels import device_diff, fused_diff, host, staging
+from deltachain.kernels import device_diff, fused_diff, host, staging, torch_kernels
 from deltachain.kernels.device_diff import BLOCK, CopyStream
 from deltachain.publish import PublishConfig, Publisher, snapshot
+from deltachain.publish.model.source import collect_weights
+from deltachain.publish.quantise import tensors
+from deltachain.publish.quantise.settings import RECIPES
+from deltachain.publish.quantise.tensors import quantise
+from deltachain.publish.ranks.collectives import Ranks
+from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.subscribe.targets.base import write_all
 from tests.bench import report
 from tests.bench.report import say
 from tests.gpu.diff import DENSE_8B, MOE_18K, ModelShape
 from tests.gpu.update import Scene
 
+Counts: TypeAlias = dict[str, float]
 DENSITY: Final = 0.005
 PCIE: Final = 55e9
 MEMORY: Final = 2.945e12
 LAUNCH_S: Final = 25e-6
 """Bytes a second to the device, bytes a second of a copy on it, both sides counted, of one H100;
 seconds of Python and driver for a launch of Triton."""
+CORES: Final = 16
+DISK: Final = 2.4e9
+STAGE_NS: Final = 0.59
+SWAP_NS: Final = 0.4
+"""Cores and disk, in bytes a second, of that machine; its kernels' ns a change to stage and to swap
+(0.006 to 0.011 s of 20 M)."""
+ENCODE_NS: Final = 13.0
+WIRE_NBYTES: Final = 1.4
+DEFLATE: Final = 0.66e9
+INFLATE: Final = 0.9e9
+ANCHOR: Final = 0.67
+"""Of one core here: ns and bytes on the wire of a change (`codec`), dense bytes a second of an
+attach and of a newcomer, and an anchor's share of dense bytes (`anchor`)."""
 
 
 def _qwen3(name: str, hidden: int, inner: int, embeddings: int) -> ModelShape:
@@ -138,7 +160,7 @@ def model_of(shape: ModelShape) -> nn.Module:
     return made
 
 
-def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, float]:
+def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> Counts:
     """Counts of one publish, and of the attach before it."""
     small = shape.scaled(divisor)
     copies, waits = list[int](), list[Any]()
@@ -165,14 +187,16 @@ def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, 
             publisher.flush()
             attached = card.launches.total()
             publisher.publish(step=1).result()
-            before, python = Counter(card.launches), []
+            before, python, after = Counter(card.launches), [], []
             for step in (2, 3, 4):
                 copies.clear()
                 waits.clear()
                 card.seconds, start = 0.0, time.thread_time()
                 future = publisher.publish(step=step)
                 python.append(time.thread_time() - start - card.seconds)
+                start = time.process_time()
                 future.result()
+                after.append(time.process_time() - start)
         launches = (card.launches - before).total() / 3
     nnz = DENSITY * shape.numel
     crossing = 0 if resident else 2 * shape.numel
@@ -184,6 +208,7 @@ def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, 
         "copies": len(copies),
         "waits": len(waits),
         "Python ms": 1e3 * min(python),
+        "Python after ms": 1e3 * min(after),
         "blocks s": max(crossing / PCIE, 8 * shape.numel / MEMORY)
         + launches * LAUNCH_S * resident
         + min(python)
@@ -192,7 +217,7 @@ def publishing(shape: ModelShape, divisor: int, *, resident: bool) -> dict[str, 
     }
 
 
-def staging_of(shape: ModelShape, divisor: int) -> dict[str, float]:
+def staging_of(shape: ModelShape, divisor: int) -> Counts:
     """Counts of one stage and swap in a rank."""
     with device(shape, divisor) as card:
         scene = Scene(shape.scaled(divisor), "cpu")
@@ -225,7 +250,74 @@ def staging_of(shape: ModelShape, divisor: int) -> dict[str, float]:
     }
 
 
-def compiling() -> dict[str, float]:
+class Operations(TorchDispatchMode):
+    """Operations of torch that move bytes, and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given, results = tree_leaves((args, kwargs)), tree_leaves(made)
+        found = {id(one): one for one in (*given, *results) if isinstance(one, Tensor)}
+        if not function.is_view and "empty" not in function.name():
+            self.count += 1
+            self.nbytes += sum(one.nbytes for one in found.values())
+        return made
+
+
+def joining(shape: ModelShape, divisor: int) -> dict[str, Counts]:
+    """Counts of an attach with its first anchor, and of a module that joins from nothing."""
+    small, crossed, receive = shape.scaled(divisor), [0], torch_kernels.receive
+    nbytes = 2 * small.numel
+
+    def counted(array: Any, live: Tensor) -> Tensor:
+        crossed[0] += 0 if isinstance(array, Tensor) else array.nbytes
+        return receive(array, live)
+
+    def since(work: Callable[[], Any]) -> tuple[Counts, Any]:
+        crossed[0], card.seconds = 0, 0.0
+        launches, start = card.launches.total(), time.process_time()
+        with Operations() as operations:
+            made = work()
+        return {
+            "launches": card.launches.total() - launches,
+            "operations": operations.count,
+            "crossed": crossed[0] / nbytes,
+            "moved": operations.nbytes / nbytes,
+            "Python ms": 1e3 * (time.process_time() - start - card.seconds),
+        }, made
+
+    with tempfile.TemporaryDirectory() as url, device(shape, divisor) as card:
+        config = PublishConfig(url=url, dtype="BF16", snapshot="host")
+        attach, publisher = since(lambda: Publisher(config).attach(model_of(small)))
+        with publisher:
+            publisher.flush()
+        room = SubscribeConfig(url=url, stage_budget=(4 << 30) // divisor)  # the default
+        replica = {name: one + 1 for name, one in model_of(small).named_parameters()}
+        with (
+            patch.object(torch_kernels, "on_host", lambda _: False),
+            patch.object(torch_kernels, "receive", counted),
+            Subscriber(room, replica) as subscriber,
+        ):
+            stage, staged = since(subscriber.stage)
+            swap, _ = since(lambda: subscriber.swap(staged))
+    return {"attach": attach, "newcomer": stage, "its pause": swap}
+
+
+def quantising(recipe: str) -> Counts:
+    """Counts of the codes of one matrix, 4096 x 4096 in bf16, by operations of torch."""
+    chosen = RECIPES.chosen(recipe)
+    model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    made = quantise(collect_weights(model, dtype="BF16"), {"weight"}, chosen, Ranks.alone())
+    made.agree("bench")
+    with patch.object(tensors, "has_kernel", lambda _: False), Operations() as operations:
+        dict(made.live())
+    return {"operations": operations.count, "bytes an element": operations.nbytes / 4096**2}
+
+
+def compiling() -> Counts:
     """Seconds to compile the programs of a bf16 model for sm_90, cold and from Triton's cache."""
     with tempfile.TemporaryDirectory() as folder:
         said = {}
@@ -242,6 +334,33 @@ def compiling() -> dict[str, float]:
     return said
 
 
+def version(
+    shape: ModelShape, publish: Counts, stage: Counts, join: Mapping[str, Counts]
+) -> Counts:
+    """Seconds of a version, an attach and a newcomer, if work divides among the cores."""
+    dense, nnz = 2 * shape.numel, DENSITY * shape.numel
+    found = {
+        "blocks": publish["blocks s"],
+        "encode": publish["Python after ms"] / 1e3 + 1e-9 * ENCODE_NS * nnz / CORES,
+        "fetch": nnz * WIRE_NBYTES / DISK,
+        "stage": stage["host ms"] / 1e3
+        + nnz * (1e-9 * STAGE_NS + WIRE_NBYTES / PCIE)
+        + stage["launches"] * LAUNCH_S,
+        "swap": 1e-9 * SWAP_NS * nnz + LAUNCH_S,
+    }
+    busy = {n: one["launches"] * LAUNCH_S + one["Python ms"] / 1e3 for n, one in join.items()}
+    disk, pause = ANCHOR * dense / DISK, join["its pause"]
+    again = pause["crossed"] * (1 / CORES / INFLATE + 1 / PCIE)
+    return {
+        **found,
+        "step to served": sum(found.values()),
+        "attach": max(disk, dense / CORES / DEFLATE) + busy["attach"],
+        "newcomer": max(disk, dense / CORES / INFLATE) + busy["newcomer"],
+        "its pause": dense * (again + pause["moved"] / MEMORY) + busy["its pause"],
+        "floor of both": max(disk, dense / PCIE),
+    }
+
+
 def run() -> Mapping[str, Any]:
     found: dict[str, Any] = {"benchmark": "counts", "publish": {}, "stage": {}}
     for name, (shape, divisor) in SHAPES.items():
@@ -254,6 +373,16 @@ def run() -> Mapping[str, Any]:
     for name, (shape, divisor) in shapes.items():
         found["stage"][name] = staging_of(shape, divisor)
         say(f"stage {name}: {found['stage'][name]}")
+    joining(MOE_18K, 1 << 20)  # compiles the host's kernels
+    found |= {"join": {}, "seconds of a version": {}, "codes": {}}
+    for name, (shape, divisor) in SHAPES.items():
+        rows = joining(shape, divisor)
+        found["join"] |= {f"{name}, {what}": row for what, row in rows.items()}
+        for key in (f"{name}, host", f"{name}, device"):
+            counts = found["publish"][key], found["stage"][name], rows
+            found["seconds of a version"][key] = version(shape, *counts)
+    for recipe in ("fp8-block", "int8-row"):
+        found["codes"][recipe] = quantising(recipe)
     found["compile"] = compiling()
     return {**found, "machine": report.machine()}
 
@@ -264,7 +393,7 @@ CAVEAT: Final = "A calculation from counts: nothing of it ran on a card."
 def main(*, json_output: bool) -> int:
     result = run()
     tables = []
-    for title in ("publish", "stage"):
+    for title in ("publish", "stage", "join", "seconds of a version", "codes"):
         rows = result[title]
         columns = list(next(iter(rows.values())))
         table = report.grid(title, "", *columns)

@@ -3,8 +3,8 @@
 The kernels need only torch, numpy and a card: no pytest, no other package of ours. Snapshots and a
 rank need what deltachain is installed with, and are left out, saying so, where that is not there.
 
-To add checks, extend ``_checks``; to add a benchmark, extend ``BENCHES``: a function of a torch
-device that yields figures by name.
+To add checks, extend ``kernel_checks``; to add a benchmark, extend ``BENCHES``: a function of a
+torch device that yields figures by name.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,16 +23,21 @@ from tests.gpu.diff import bench_diff, bench_kernels, diff_checks
 
 
 def main() -> int:
-    if sys.argv[1:] != ["test"] and sys.argv[1:2] != ["bench"]:
+    command, *arguments = sys.argv[1:] or ("",)
+    if command not in ("test", "bench"):
         sys.stderr.write(
-            f"usage: python -m tests.gpu.run test | bench [{'|'.join(BENCHES)}] [DIVISOR]\n"
+            f"usage: python -m tests.gpu.run test [cpu] | bench [{'|'.join(BENCHES)}] [DIVISOR]\n"
         )
         return 2
+    if command == "test" and arguments:  # by Triton's interpreter, if it is told to
+        return _test(arguments[0], kernel_checks(arguments[0]))
     if not torch.cuda.is_available():
         sys.stderr.write("no CUDA device: nothing was tested\n")
         return 1
     card = torch.cuda.get_device_name()
-    return _test(card) if sys.argv[1] == "test" else _bench(card, sys.argv[2:])
+    if command == "bench":
+        return _bench(card, arguments)
+    return _test(card, chain(kernel_checks("cuda"), _others("cuda")))
 
 
 def _bench_update(where: str, divisor: int | None) -> Iterator[tuple[str, Any]]:
@@ -70,10 +76,10 @@ def _bench(card: str, arguments: list[str]) -> int:
     return 0
 
 
-def _test(card: str) -> int:
+def _test(card: str, checks: Iterable[tuple[str, Callable[[], None]]]) -> int:
     """Every check on every arm; the last line is one that test runners are known by."""
     failed = passed = 0
-    for name, check in _checks():
+    for name, check in checks:
         start = time.perf_counter()
         try:
             check()
@@ -87,27 +93,31 @@ def _test(card: str) -> int:
     return 1 if failed else 0
 
 
-def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Those of the kernels, and those that need deltachain's own packages where they are."""
+def kernel_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Those of the kernels; Triton's interpreter runs them on ``cpu``."""
     for live_check in LIVE_CHECKS:
-        yield f"device.{live_check.__name__}", partial(live_check, DeviceArm("cuda"))
+        yield f"device.{live_check.__name__}", partial(live_check, DeviceArm(where))
     for resident in (False, True):
-        arm = CrossingArm("cuda", resident=resident)
+        arm = CrossingArm(where, resident=resident)
         for check in DIFF_CHECKS:
             yield f"diff.{'device' if resident else 'host'}.{check.__name__}", partial(check, arm)
     for bit_check in BIT_CHECKS:
-        yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
+        yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device=where))
     for batch_check in BATCH_CHECKS:
-        on_card = BatchArm(torch.device("cuda"))
+        on_card = BatchArm(torch.device(where))
         yield f"staging.{batch_check.__name__}", partial(batch_check, on_card)
-    yield from diff_checks("cuda")
+    yield from diff_checks(where)
+
+
+def _others(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Those that need deltachain's own packages, where they are."""
     try:
         from tests.gpu.ranks import checks, snapshot_checks  # noqa: PLC0415
     except ModuleNotFoundError as exc:
         sys.stdout.write(f"skipped snapshots and ranks: {exc}\n")
     else:
-        yield from snapshot_checks("cuda")
-        yield from checks("cuda")
+        yield from snapshot_checks(where)
+        yield from checks(where)
 
 
 if __name__ == "__main__":

@@ -3,34 +3,40 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from deltachain.kernels import torch_kernels
 from tests.gpu.end_to_end import bench_end_to_end
 from tests.gpu.ranks import checks, snapshot_checks
 
-RANKS = dict(checks("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("cpu", "cpu:0")
+"""Devices without an index and with one; torch takes both, and tells tensors' without."""
+
+
+def named(checks: Callable[[str], Iterable[tuple[str, Callable[[], None]]]]) -> list[ParameterSet]:
+    return [pytest.param(c, id=f"{where}.{n}") for where in PLACES for n, c in checks(where)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check", [pytest.param(c, id=n) for n, c in snapshot_checks("cpu")])
+@pytest.mark.parametrize("check", named(snapshot_checks))
 def test_a_snapshot_is_checked_on_any_torch_device(check: Callable[[], None]) -> None:
     check()
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("check", named(checks))
 def test_a_rank_is_checked_on_any_torch_device(
-    name: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[], None], on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a card would have it: no numpy, all of its bits in torch's hands."""
     if not on_host:
         monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
-    RANKS[name]()
+    check()
 
 
 @pytest.mark.full

@@ -246,10 +246,11 @@ class PatchedTarget(Target, ABC):
     """Most bytes of a piece of a tensor."""
 
     @abstractmethod
-    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool | None) -> Iterator[Patch]:
         """Compute the patches of a piece from live bits; thread-safe.
 
-        ``base_too``: whether to compute the digest of old bits that dense deltas replace.
+        ``base_too``: whether to compute the digest of old bits that dense deltas replace;
+        ``None`` for elements that are proven already.
         """
 
     @abstractmethod
@@ -326,7 +327,7 @@ class PatchedTarget(Target, ABC):
             return
 
         def again(piece: Piece) -> list[Patch]:
-            return [one.without_old() for one in self.patches(fetched, piece, base_too=False)]
+            return [one.without_old() for one in self.patches(fetched, piece, base_too=None)]
 
         with Pool(cores(), "deltachain-stage") as pool:
             for found in self.ordered(pool, again, prepared.deferred):

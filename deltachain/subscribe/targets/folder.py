@@ -429,7 +429,7 @@ class FolderTarget(PatchedTarget):
         self._wrote(made)
         return time.perf_counter() - start
 
-    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool) -> Iterator[Patch]:
+    def patches(self, fetched: Fetched, piece: Piece, *, base_too: bool | None) -> Iterator[Patch]:
         """Compute patches; of dense deltas only, without old bits, if there are no weights yet."""
         live = self._live.get(piece.spec.name)
 

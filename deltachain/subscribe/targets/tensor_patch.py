@@ -227,14 +227,14 @@ class Patch:
 
 
 def prepare(
-    live: LiveElements, delta: TensorDelta, *, base_too: bool = True, exchange: bool = False
+    live: LiveElements, delta: TensorDelta, *, base_too: bool | None = True, exchange: bool = False
 ) -> Patch:
     """Compute a patch from live elements and a delta of their tensor; nothing is written.
 
     Args:
         live: Live elements.
         delta: Delta of their tensor.
-        base_too: Whether to compute the digest of the old bits, if every element is written.
+        base_too: Whether to digest the old bits of a dense delta; ``None``: nor the new ones.
         exchange: Whether the patch may write into the delta's values, where memory allows it: then
             a dense patch keeps no copy of the old bits. ``live`` must be flat, and its only place.
     """
@@ -242,7 +242,7 @@ def prepare(
     kernels = kernels_for(storage)
     if delta.indices is None:
         new = live.take(delta.values, delta.start)
-        written = live.digest(key, new)
+        written = StateDigest() if base_too is None else live.digest(key, new)
         change = written - live.digest(key, live.view) if base_too else StateDigest()
         swapped = Exchange(new) if exchange and _is_writable(new) else None
         return Patch(

@@ -177,7 +177,7 @@ class TensorTarget(PatchedTarget):
         return tensor_patch.state_of(self._specs[name], live[0])
 
     def patches(
-        self, fetched: Fetched, piece: Piece, *, base_too: bool
+        self, fetched: Fetched, piece: Piece, *, base_too: bool | None
     ) -> Iterator[tensor_patch.Patch]:
         name = piece.spec.name
         delta = fetched.read(name, partial(self._bits, name))
@@ -187,7 +187,7 @@ class TensorTarget(PatchedTarget):
             )
         yield self.prepare(delta, base_too=base_too)
 
-    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> tensor_patch.Patch:
+    def prepare(self, delta: TensorDelta, *, base_too: bool | None = True) -> tensor_patch.Patch:
         places = self._live[delta.spec.name]
         return tensor_patch.prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
 
