@@ -26,13 +26,13 @@ from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
+from deltachain.publish.publisher_record import Tenure
 from deltachain.publish.quantise.layers import Files, check_config, find_layers
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session, catch_up, first_version
-from deltachain.publish.side_threads import Tenure
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.writer import Writer, newest, open_or_make
 from deltachain.store import Store

@@ -34,13 +34,14 @@ from deltachain.publish.model.layout import AdjacentRuns, Selection
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_specs
 from deltachain.publish.model.source import HeldShard, ModelTensors, Weight
 from deltachain.publish.open_anchors import METADATA, name_checkpoint, refuse_parts
+from deltachain.publish.publisher_record import Tenure
 from deltachain.publish.quantise.layers import Files, Layers
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import check_copies, divide
 from deltachain.publish.revert import check_reverted
-from deltachain.publish.side_threads import PHASES, Tenure
+from deltachain.publish.side_threads import PHASES
 from deltachain.publish.snapshot import FILE_NUMEL, SMALL_NUMEL, Snapshot
 from deltachain.publish.wire_form import (
     CheckpointChanges,

@@ -1,20 +1,16 @@
-"""Work beside a publisher, in threads of its own: its record, heartbeats, maintenance, metrics."""
+"""Work beside a publisher, in threads of its own: heartbeats, maintenance, metrics."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Final
-
-from msgspec.structs import replace
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain import tags
@@ -22,152 +18,19 @@ from deltachain.chain.ancestry import Prunes
 from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
 from deltachain.chain.manifests import NONE
-from deltachain.chain.publisher_record import PublisherRecord, new_record, read_record, write_record
-from deltachain.format.keys import PUBLISHER_KEY, manifest_key
+from deltachain.format.keys import manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.metrics import Figure, MetricsServer, figures, info, phases
 from deltachain.publish.config import PublishConfig
-from deltachain.store import Store, open_store
-from deltachain.threads import Closeable, Pool, started
+from deltachain.store import open_store
+from deltachain.threads import Pool, started
 
 if TYPE_CHECKING:
     from deltachain.publish.session import PublishReceipt
     from deltachain.publish.writer import Writer
 
 logger = logging.getLogger(__name__)
-
-RENEW_S: Final = 10.0  # seconds between two renewals
-
-LOOKS_EVERY: Final = 3  # renewals from one look at the chain to the next: a look costs two requests
-
-WATCH_S: Final = 2.5 * RENEW_S  # seconds without a renewal after which a publisher counts as gone
-
-LOOK_S: Final = 1.0
-"""Seconds between two looks at another publisher's record; longer where a store asks for it."""
-
-
-class Tenure(Closeable):
-    """A publisher's record at a chain, which it renews from ``begin`` until ``close``.
-
-    One that was killed needs no leave to come back: its record is seen not to be renewed.
-    """
-
-    def __init__(self, store: Store, *, take_over: bool) -> None:
-        self.store = store
-        self.lost = ""  # who took the chain over
-        self.doubt = ""  # why the next version cannot be committed, as `look` found
-        self.look: Callable[[], str] = lambda: ""
-        self._takes_over = take_over
-        self._record: PublisherRecord | None = None
-        self._renewing = Event()  # set when it ends
-        self._thread: Thread | None = None
-        self._failed = False
-
-    def begin(self) -> None:
-        """Write the record, unless another publisher is at work."""
-        before = None
-        with suppress(errors.StorePermissionError):  # of credentials that read no such record
-            before = read_record(self.store)
-        if before is not None and not before.ended and not before.is_of_this_process:
-            url = self.store.url
-            if before.is_gone:
-                logger.info("goes on at %s after %s, which is gone", url, before)
-            elif self._takes_over:
-                logger.warning("takes %s over from %s, by take_over", url, before)
-            else:
-                self._watch(before)
-                logger.info("goes on at %s after %s, which gives no sign of life", url, before)
-        self._record = record = new_record(before)
-        self._write(record)
-        thread = Thread(target=self._run, name="deltachain-tenure", daemon=True)
-        self._thread = thread if started(thread) else None
-
-    def name(self, error: errors.PublisherFencedError) -> None:
-        """Add to an error who came after this publisher, if that one said so."""
-        mine = self._record
-        try:
-            found = read_record(self.store)
-        except errors.DeltaChainError:
-            return
-        if found is not None and mine is not None and found.publisher != mine.publisher:
-            ended = ", which has ended by now" if found.ended else ""
-            error.args = (f"{error.args[0]}; taken over by {found}{ended}",)
-
-    @override
-    def close(self) -> None:
-        self._renewing.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        mine, self._record = self._record, None
-        if mine is None:
-            return
-        try:
-            found = read_record(self.store)
-            if found is not None and found.publisher == mine.publisher:
-                write_record(self.store, replace(mine, ended=True))
-        except errors.DeltaChainError as error:
-            logger.debug("%s was not ended: %s", PUBLISHER_KEY, error)
-
-    def _watch(self, before: PublisherRecord) -> None:
-        """Return once another publisher is seen to be gone; refuse if it renewed its record."""
-        seen, now = self.store.find(PUBLISHER_KEY), self.store.clock()
-        if seen is None or (seen.modified and now and now - seen.modified > WATCH_S):
-            return
-        logger.warning(
-            "%s is that of %s: looking for at most %g s whether that publisher is at work",
-            self.store.url,
-            before,
-            WATCH_S,
-        )
-        end = time.monotonic() + WATCH_S
-        while time.monotonic() < end:
-            time.sleep(max(LOOK_S, self.store.capabilities.poll_s))
-            found = read_record(self.store)
-            if found is None or found.is_gone:
-                return
-            if found != before:
-                raise errors.PublisherFencedError(
-                    f"{self.store.url} has a publisher at work: {found}; nothing was written",
-                    hint="give this run a URL of its own, or stop that publisher first; to end it "
-                    "by going on here, set PublishConfig(take_over=True), or push with --take-over",
-                )
-
-    def _run(self) -> None:
-        for number in itertools.count(1):
-            if self._renewing.wait(RENEW_S) or not self._renew():
-                return
-            if number % LOOKS_EVERY == 0:
-                doubt = self.look()
-                if doubt and doubt != self.doubt:
-                    logger.warning("%s", doubt)
-                self.doubt = doubt
-
-    def _renew(self) -> bool:
-        """Renew the record; return whether it is still this publisher's."""
-        mine = self._record
-        if mine is None:
-            return False
-        try:
-            found = read_record(self.store)
-        except errors.DeltaChainError:
-            return True  # the store is away, which the next version tells
-        if found is not None and found.publisher != mine.publisher and found.turn >= mine.turn:
-            self.lost = f"{self.store.url} was taken over by {found}"
-            logger.warning("%s", self.lost)
-            return False
-        self._write(mine)
-        return True
-
-    def _write(self, record: PublisherRecord) -> None:
-        try:
-            self._record = write_record(self.store, record)
-        except errors.DeltaChainError as error:
-            if not self._failed:
-                logger.warning("no record that this publisher is at work: %s", error)
-            self._failed = True
-
 
 HEARTBEAT_S: Final = 30.0  # seconds from one heartbeat to the next
 

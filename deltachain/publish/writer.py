@@ -24,7 +24,7 @@ from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 
 if TYPE_CHECKING:
-    from deltachain.publish.side_threads import Tenure
+    from deltachain.publish.publisher_record import Tenure
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.publish import PublishConfig, Publisher, side_threads
+from deltachain.publish import PublishConfig, Publisher, publisher_record
 from deltachain.publish.writer import HINT_EVERY
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -85,7 +85,7 @@ def test_shares_of_a_free_token_add_up() -> None:
 
 # Renewals of the publisher's record fall into the time of any version: with them, the whole counts.
 @pytest.mark.slow
-@pytest.mark.parametrize("renew_s", [side_threads.RENEW_S / FASTER, math.inf])
+@pytest.mark.parametrize("renew_s", [publisher_record.RENEW_S / FASTER, math.inf])
 def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     hub: HubServer,
     bucket: str,
@@ -94,7 +94,7 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     renew_s: float,
 ) -> None:
     """By count: the Hub refuses nothing, and everybody gets every bit in time."""
-    monkeypatch.setattr(side_threads, "RENEW_S", min(renew_s, threading.TIMEOUT_MAX))
+    monkeypatch.setattr(publisher_record, "RENEW_S", min(renew_s, threading.TIMEOUT_MAX))
     hub.configure(calls=CALLS, window_s=WINDOW_S)
     earlier = hub.counts()
     url = f"hf://buckets/{bucket}/policy"

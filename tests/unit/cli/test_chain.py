@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.publisher_record import new_record, write_record
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import manifest_key
 from deltachain.publish import Publisher
+from deltachain.publish.publisher_record import new_record, write_record
 from deltachain.store import open_store
 from tests.support.files import write_weights
 from tests.support.models import TinyModel, bits_of, plain_model, train_
@@ -197,7 +197,7 @@ def test_a_push_is_refused_where_a_publisher_is_at_work(
     def renew(_: float) -> None:
         renewed[:] = [write_record(store, renewed[0])]
 
-    monkeypatch.setattr("deltachain.publish.side_threads.time.sleep", renew)
+    monkeypatch.setattr("deltachain.publish.publisher_record.time.sleep", renew)
     before = contents(pushed.url / "manifests")
     refused("push", newer, pushed.url, code=4, said=("host gpu-7", "--take-over"))
     assert contents(pushed.url / "manifests") == before

@@ -13,11 +13,16 @@ import pytest
 from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.publisher_record import PublisherRecord, new_record, read_record, write_record
 from deltachain.errors import PublisherFencedError
 from deltachain.format.documents import dump
 from deltachain.format.keys import PUBLISHER_KEY, manifest_key
-from deltachain.publish import PublishConfig, Publisher, side_threads
+from deltachain.publish import PublishConfig, Publisher, publisher_record
+from deltachain.publish.publisher_record import (
+    PublisherRecord,
+    new_record,
+    read_record,
+    write_record,
+)
 from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, open_store
 from tests.support.faults import Fault, FaultyStore
@@ -28,10 +33,10 @@ from tests.unit.publish.chains import Attach, NewThreads, publish, served
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_threads, "RENEW_S", 0.02)
-    monkeypatch.setattr(side_threads, "LOOKS_EVERY", 1)
-    monkeypatch.setattr(side_threads, "WATCH_S", 0.5)
-    monkeypatch.setattr(side_threads, "LOOK_S", 0.01)
+    monkeypatch.setattr(publisher_record, "RENEW_S", 0.02)
+    monkeypatch.setattr(publisher_record, "LOOKS_EVERY", 1)
+    monkeypatch.setattr(publisher_record, "WATCH_S", 0.5)
+    monkeypatch.setattr(publisher_record, "LOOK_S", 0.01)
 
 
 def elsewhere(**changes: object) -> PublisherRecord:
@@ -86,7 +91,7 @@ def test_a_second_publisher_is_refused_while_another_one_is_at_work_unless_it_is
 def test_one_that_was_killed_here_or_closed_is_followed_at_once(
     attach: Attach, chain: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_threads.Tenure, "_watch", None)
+    monkeypatch.setattr(publisher_record.Tenure, "_watch", None)
     assert present(read_record(chain)).ended
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
@@ -118,7 +123,7 @@ def test_one_that_ends_meanwhile_is_followed(attach: Attach, chain: MemoryStore)
     def end(_: float) -> None:
         write_record(chain, replace(record, ended=True))
 
-    with mock.patch("deltachain.publish.side_threads.time.sleep", end):
+    with mock.patch("deltachain.publish.publisher_record.time.sleep", end):
         assert attach(plain_model()).version == 1
 
 
@@ -127,7 +132,7 @@ def test_an_old_record_is_not_waited_for(
 ) -> None:
     write_record(chain, elsewhere())
     monkeypatch.setattr(chain, "clock", lambda: 1e10)
-    monkeypatch.setattr(side_threads, "WATCH_S", 1e6)
+    monkeypatch.setattr(publisher_record, "WATCH_S", 1e6)
     assert attach(plain_model()).version == 1
 
 
@@ -136,7 +141,9 @@ def test_the_fenced_publisher_says_who_came_after_it(
 ) -> None:
     model = plain_model()
     one = attach(model)
-    monkeypatch.setattr(side_threads, "new_record", lambda before: elsewhere(turn=before.turn + 1))
+    monkeypatch.setattr(
+        publisher_record, "new_record", lambda before: elsewhere(turn=before.turn + 1)
+    )
     attach(plain_model())
     train_(model, 1)
     with pytest.raises(PublisherFencedError, match="taken over by process 4242 on host gpu-7"):
@@ -215,9 +222,9 @@ def test_a_store_that_allows_no_record_has_no_other_harm(
 
 PUBLISHES = """
 import sys, deltachain
-from deltachain.publish import side_threads
+from deltachain.publish import publisher_record
 from tests.support.models import plain_model
-side_threads.RENEW_S = 0.05
+publisher_record.RENEW_S = 0.05
 with deltachain.Publisher(sys.argv[1]).attach(plain_model()):
     print("attached", flush=True)
     sys.stdin.read()
