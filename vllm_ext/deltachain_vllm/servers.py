@@ -42,6 +42,7 @@ NAME: Final = "deltachain-servers"  # of threads
 BEAT_S: Final = 1.0  # seconds between two signs of life of a server
 SILENT_S: Final = 30.0  # seconds without one after which a server is lost
 START_S: Final = 1800.0  # seconds until the first one: all engines are up, but may be proven first
+LARGEST: Final = 1 << 20  # size limit of the body of a request that is passed on, in bytes
 
 logger = logging.getLogger(__name__)
 
@@ -314,8 +315,12 @@ class _ToLeader(httpx.AsyncBaseTransport):
         if not self._keeps_host:
             request.headers["host"] = "another-server"
         headers = [tuple(one.decode("latin-1") for one in pair) for pair in request.headers.raw]
-        url, body = request.url.raw_path.decode(), (await request.aread()).decode("latin-1")
-        message = request.method, url, headers, body
+        body = b""
+        async for chunk in cast("httpx.AsyncByteStream", request.stream):
+            body += chunk
+            if len(body) > LARGEST:
+                return httpx.Response(413, text=f"request body above {LARGEST} bytes")
+        message = request.method, request.url.raw_path.decode(), headers, body.decode("latin-1")
         try:
             reply = await aside(lambda post: post.send(0, *message)(), self._post)
         except errors.ApplyError as exc:

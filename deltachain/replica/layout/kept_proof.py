@@ -56,20 +56,10 @@ LARGEST: Final = 256 << 20  # bytes of the largest file that is read
 OPTIONS: Final = ("VLLM_", "SGLANG_", "SGL_", "TORCH")
 """First parts of the names of environment variables that are options of an engine."""
 
-VOLATILE: Final = (
-    "PORT",
-    "HOST",
-    "KEY",
-    "TOKEN",
-    "PATH",
-    "DIR",
-    "ROOT",
-    "LOG",
-    "ADDR",
-    "ID",
-    "NAME",
+VOLATILE: Final = frozenset(
+    "PORT HOST KEY TOKEN PATH DIR ROOT LOG LOGGING ADDR ADDRESS ID NAME".split()
 )
-"""Parts of the names of those that differ from start to start."""
+"""Words in the names of those that differ from start to start."""
 
 
 class _Tensor(Struct, frozen=True, kw_only=True):
@@ -314,7 +304,7 @@ def _facts(model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> Iter
     yield {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(OPTIONS) and not any(part in name for part in VOLATILE)
+        if name.startswith(OPTIONS) and VOLATILE.isdisjoint(name.split("_"))
     }
     yield [
         [one.name, one.dtype, one.shape, forms(seen.placements[n])]
