@@ -56,10 +56,21 @@ LARGEST: Final = 256 << 20  # bytes of the largest file that is read
 OPTIONS: Final = ("VLLM_", "SGLANG_", "SGL_", "TORCH")
 """First parts of the names of environment variables that are options of an engine."""
 
-VOLATILE: Final = frozenset(
-    "PORT HOST KEY TOKEN PATH DIR ROOT LOG LOGGING ADDR ADDRESS ID NAME".split()
+VOLATILE: Final = (
+    "PORT",
+    "HOST",
+    "KEY",
+    "TOKEN",
+    "PATH",
+    "DIR",
+    "ROOT",
+    "LOG",
+    "ADDR",
+    "ID",
+    "UUID",
+    "NAME",
 )
-"""Words in the names of those that differ from start to start."""
+"""First parts of words in the names of those that differ from start to start."""
 
 
 class _Tensor(Struct, frozen=True, kw_only=True):
@@ -304,7 +315,8 @@ def _facts(model: EngineModel, source: LoadedCheckpoint, seen: Recorded) -> Iter
     yield {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(OPTIONS) and VOLATILE.isdisjoint(name.split("_"))
+        if name.startswith(OPTIONS)
+        and not any(word.startswith(VOLATILE) for word in name.split("_"))
     }
     yield [
         [one.name, one.dtype, one.shape, forms(seen.placements[n])]
