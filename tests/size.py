@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(58_470, 262, 0.09),
-    "tests": Size(88_460, 406, 1.0),
+    "wheel": Size(58_550, 264, 0.09),
+    "tests": Size(88_650, 405, 1.0),
 }
 
 
