@@ -48,7 +48,7 @@ def anchor_due(
     ``1 / (factor - 1)`` of the deltas, and a newcomer fetches about ``factor`` anchors at most.
     The number of requests plays no part: anchors that save requests would cost a small model many
     times its deltas, and skips save more of them. ``every`` replaces
-    ``factor`` by a number of versions; ``replay`` is ``None`` if there is no way from nothing.
+    ``factor`` by a number of versions; ``replay`` is ``None`` if no edges lead from nothing.
     """
     if replay is None:
         return True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, reduce
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from math import comb
 from operator import or_
 from typing import Any, Final
@@ -584,8 +584,8 @@ def find_untestable(state: ModelState, findings: Findings) -> Findings:
             hint="set linear and MoE backends that keep weights in tensors",
         )
     names = [name for name in links if links[name] & doubtful]
-    groups = [group_of(state, links, one) for one in components(names, links, findings.joined)]
-    untestable = _opaque_after_reload(state, findings, groups, doubtful)
+    scope = state.memory.tied(all_layers(links, names))
+    untestable = _opaque_after_reload(state, names, scope, doubtful)
     reasons = {
         name: f"the weights that {min(links[name] & untestable)} computes with cannot be inspected"
         for name in names
@@ -595,33 +595,19 @@ def find_untestable(state: ModelState, findings: Findings) -> Findings:
 
 
 def _opaque_after_reload(
-    state: ModelState,
-    findings: Findings,
-    groups: Sequence[LoadGroup],
-    doubtful: frozenset[str],
+    state: ModelState, names: Sequence[str], scope: frozenset[str], doubtful: frozenset[str]
 ) -> frozenset[str]:
-    """Reload two groups of each kind; return the doubtful layers of kinds that hide weights."""
-    kinds = list(kinds_of(state, findings, groups).values())
-    drawn = [random.SystemRandom().sample(alike, min(2, len(alike))) for alike in kinds]
-    tried = list(chain.from_iterable(drawn))
-    names, scope = [name for group in tried for name in group.names], scope_of(tried)
-    opaque: set[str] = set()
+    found: set[str] = set()
     processed: set[str] = set()
     for method in RELOADS:
-        modules = modules_in(state.model.modules(), scope & doubtful)
+        modules = modules_in(state.model.modules(), doubtful)
         members = {layer: Members(mine) for layer, mine in modules.items()}
         with suppress(Exception):
             state.load(method, names, layers=scope)
-            processed |= scope
-            for layer, one in members.items():
-                opaque |= {layer} if any(map(may_hide_tensors, one.replaced())) else set()
+            processed |= doubtful
+            found |= {n for n, one in members.items() if any(map(may_hide_tensors, one.replaced()))}
         state.put_back()
-    hidden = [
-        scope_of(alike)
-        for alike, some in zip(kinds, drawn, strict=True)
-        if scope_of(some) & opaque or scope_of(some) - processed
-    ]
-    return frozenset().union(*hidden) & doubtful
+    return frozenset(found | (doubtful - processed))
 
 
 def try_loading(state: ModelState, findings: Findings) -> Findings:
